@@ -36,7 +36,7 @@ if TYPE_CHECKING:
         StepFailedError,
         TracingError,
     )
-    from shardc.flows import Flow, FlowPlan, every, flow, host, late
+    from shardc.flows import Flow, FlowPlan, every, flow, host, late, shared
     from shardc.ir.boundary import stage_boundary
     from shardc.ir.trips import trips
     from shardc.ir.user_operation import signature
@@ -106,6 +106,7 @@ __all__ = [
     "put",
     "rows_here",
     "rules",
+    "shared",
     "show",
     "signature",
     "stage_boundary",
@@ -178,6 +179,7 @@ _MODULES = {
     "put": "shardc.calls.placing",
     "rows_here": "shardc.calls.placing",
     "rules": "shardc.passes.trace.pins",
+    "shared": "shardc.flows",
     "show": "shardc.report.show",
     "signature": "shardc.ir.user_operation",
     "stage_boundary": "shardc.ir.boundary",

@@ -10,18 +10,22 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import AbstractMesh, Mesh
 
 from shardc import compat
+from shardc.api import function
 from shardc.dataflow.chart import flow_chart
 from shardc.dataflow.explain import flow_sections
 from shardc.dataflow.host import Host, checked_host
 from shardc.dataflow.plan import PlannedFlow
 from shardc.dataflow.round import Round, aval_of, traced_round
 from shardc.dataflow.run import ENDLESS, FlowRun, Rounds
+from shardc.dataflow.shared import Shared
 from shardc.dataflow.value import Late, Value
 from shardc.dataflow.work import HOST, HostWork
 from shardc.errors import ArgumentError, FlowError, all_offenders
 from shardc.execute.call_cache import has_tracers
+from shardc.machine.mesh import AnyMesh
 from shardc.passes.trace.trace import path_text, settings, where_of
 from shardc.report.chart import Chart
 from shardc.report.drawn import Drawn
@@ -333,6 +337,29 @@ def host(  # noqa: PLR0913  # a public face
             host, gives=gives, copies=copies, where=where, credits=credits, deadline=deadline, seconds=seconds
         )
     return checked_host(fn, gives, copies, where, credits, deadline, seconds)
+
+
+def shared(state: Any, *, on: AnyMesh) -> Shared:
+    """A state at one place that the calls of a round change as they come, each change exactly once: a parameter server.
+
+    Args:
+      state: pytree of arrays.
+      on: the mesh that it lives on.
+
+    Returns:
+      A `Shared`: in a round, `.change(fn, *args, stale=)` and `.read(stale=)`; outside, `.value`.
+
+    Raises:
+      ArgumentError: `on` is no mesh.
+    """
+    if not isinstance(on, Mesh | AbstractMesh):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ArgumentError(f"shardc.shared: on={on!r} is no mesh; write on=shardc.make_mesh(data=2).")
+
+    def wrapped(fn: Callable[..., Any]) -> Any:
+        names = list(inspect.signature(fn).parameters)
+        return function(fn, mesh=on, donate_argnames=names[:1])
+
+    return Shared(state, on, wrapped)
 
 
 def late(x: Any, rounds: int, *, first: Any = None) -> Any:

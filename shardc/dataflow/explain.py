@@ -80,7 +80,7 @@ def _edge(e: Edge) -> tuple[str, ...]:
     late = "" if not e.delay else f"{number_text(e.delay, 'round')}"
     return (
         e.giver.name, e.taker.name, late, str(len(e.moves)), how_text(e), bytes_text(e.bytes) if e.bytes else "-",
-        str(e.registers), bytes_text(e.held_bytes),
+        "any" if e.registers is None else str(e.registers), bytes_text(e.held_bytes),
     )  # fmt: skip
 
 

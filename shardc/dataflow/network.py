@@ -14,6 +14,7 @@ from shardc.dataflow.round import Fixed, Node, Origin, Round
 from shardc.dataflow.value import Value
 from shardc.dataflow.work import Place
 from shardc.errors import FlowError
+from shardc.machine.mesh import AnyMesh
 from shardc.runtime.actor import Channel, Message, Network, Step
 
 MOST_STEPS: Final = 100_000
@@ -56,14 +57,14 @@ class Edge:
       giver, taker: the nodes.
       delay: in rounds.
       moves: the leaves; none if the taker only waits for the giver.
-      registers: of its channel.
+      registers: of its channel; None: as many as are needed.
     """
 
     giver: Node
     taker: Node
     delay: int
     moves: list[Move] = field(default_factory=list[Move])
-    registers: int = 1
+    registers: int | None = 1
 
     def places(self, move: Move) -> tuple[Place, Place]:
         """Where a leaf is given and taken."""
@@ -108,6 +109,8 @@ class FlowNetwork:
       edges: by channel.
       constants: for each node the state leaves that it takes and that never change, by argument.
       ends: the nodes that end a run by having no more.
+      apart: the rounds by which shared states let actors be apart; None: any. If it is 0, no node is in a round that is
+        not in the inputs and in all loaders.
     """
 
     def __init__(self, round: Round, credits: int) -> None:
@@ -118,6 +121,8 @@ class FlowNetwork:
         self.edges = self._edges()
         self.state = [round.origin(v) for v in round.state]
         self.outs: list[Origin | None] = [round.origin(x) if isinstance(x, Value) else None for x in round.outs]
+        bounds = [n.work.apart for n in round.nodes]
+        self.apart = None if None in bounds else max(b for b in bounds if b is not None)
         self.ends = self._ends()
         self._gate()
         self.period = math.lcm(*(n.every for n in round.nodes))
@@ -167,7 +172,7 @@ class FlowNetwork:
 
     def _gate(self) -> None:
         """Let no node begin a round that the run's sources may not have."""
-        for source in self.ends:
+        for source in self.ends if self.apart == 0 else self.ends[:1]:
             reached = self._reached(source)
             for row in self.rows:
                 gated = False
@@ -191,6 +196,8 @@ class FlowNetwork:
         late = sum((r + 1) % edge.taker.every == 0 for r in range(edge.delay))
         same = self.actor[edge.giver] == self.actor[edge.taker]
         edge.registers = late + (1 if same else edge.giver.work.credits or self.credits)
+        if edge.giver.number == 0:  # all read the same inputs
+            edge.registers = None if self.apart is None else edge.registers + self.apart
         return edge
 
     def _safe(self, edge: Edge) -> Edge:
@@ -223,7 +230,7 @@ class FlowNetwork:
         here, there = edge.places(move)
         if here.mesh is None or there.mesh is None:
             return there.mesh is None
-        return bool(_devices(here) & _devices(there))
+        return bool(devices_of(here.mesh) & devices_of(there.mesh))
 
     # -- the network
 
@@ -260,8 +267,8 @@ class FlowNetwork:
                 yield Step(Call(node.name, node.number, r), tuple(taken), tuple(given), r)
 
 
-def _devices(place: Place) -> frozenset[Any]:
-    mesh = place.mesh
+def devices_of(mesh: AnyMesh | None) -> frozenset[Any]:
+    """The devices of a mesh; of one without devices, the mesh itself."""
     return frozenset(mesh.devices.flat) if isinstance(mesh, Mesh) else frozenset([mesh])
 
 
@@ -269,7 +276,7 @@ def _rows(nodes: Sequence[Node]) -> list[list[Node]]:
     """The nodes of each actor: those whose meshes share devices are together, in the order of calls."""
     rows: list[tuple[set[Any], list[Node]]] = []
     for node in nodes:
-        devices = {d for m in node.work.meshes for d in _devices(Place(m))}
+        devices = {d for m in node.work.meshes for d in devices_of(m)}
         key = devices if node.work.actor is None else {node.work.actor}
         touched = [row for row in rows if key and row[0] & key]
         merged = {d for known, _ in touched for d in known} | key, [n for _, ns in touched for n in ns] + [node]

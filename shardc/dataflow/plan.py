@@ -84,7 +84,7 @@ class PlannedFlow:
         """
         found: list[tuple[str, int, int | None]] = []
         for name, row in zip(self.row_names, self.built.rows, strict=True):
-            held = sum(e.registers * e.held_bytes for e in self.edges if e.taker in row)
+            held = sum((e.registers or 1) * e.held_bytes for e in self.edges if e.taker in row)
             meshes = [m for n in row for m in n.work.meshes]
             limits = [limit for m in meshes if (limit := _limit(m)) is not None]
             found.append((name, held + max(n.work.peak for n in row), min(limits, default=None)))

@@ -5,15 +5,17 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any, Final
 
 import jax
 
 from shardc.dataflow.chart import mean_seconds, measured_flow_chart
 from shardc.dataflow.moves import copied, mover, on_host, to_place
-from shardc.dataflow.network import Call, Edge
+from shardc.dataflow.network import Call, Edge, devices_of
 from shardc.dataflow.plan import PlannedFlow
 from shardc.dataflow.round import Fixed, Node, Origin
+from shardc.dataflow.shared import Shared, pots, read_only_what_is_used, shared_states
 from shardc.dataflow.value import Value
 from shardc.dataflow.work import Place
 from shardc.errors import FlowError, PipelineTaskError, RoundFailedError
@@ -79,6 +81,11 @@ class FlowRun:
                 self._kept_outs[origin.node].append(origin.index)
         logged = {(o.node, o.index) for o in built.outs if o is not None}
         self._copied = {(n, i) for n, i in logged if n is not None and built.is_donated(n, i)}
+        self._shared = shared_states(nodes)
+        self._pots = pots(nodes)
+        self._rounds = 0
+        """The rounds of the current run, as far as they are known."""
+        read_only_what_is_used(built)
         self._in_state = {(o.node, o.index) for o in built.state if o.node is not None}
 
     # -- opening
@@ -92,11 +99,22 @@ class FlowRun:
             self._executor = Executor(
                 self.plan.network,
                 self._task,
-                transports=lambda c: mover(edges[id(c)]) or _stay,
+                transports=lambda c: self._mover(edges[id(c)]),
                 limit=LaunchLimit(max(2, IN_FLIGHT // actors), _wait, _is_ready),
                 threads=Threads(None, self.plan.name),
             )
         return self._executor
+
+    def _locks(self, node: Node) -> list[Any]:
+        """The locks of shared states on a node's devices: programs begin in one order on all of them."""
+        mine = {d for m in node.work.meshes for d in devices_of(m)}
+        return [s.lock for s in self._shared if mine & devices_of(s.mesh)]
+
+    def _mover(self, edge: Edge) -> Callable[[Any], Any]:
+        move = mover(edge)
+        if move is None:
+            return _stay
+        return _under(self._locks(edge.giver), move)
 
     def close(self) -> None:
         """End the threads and the processes of host functions."""
@@ -120,6 +138,7 @@ class FlowRun:
         token = self._token(node) if on_mesh else None
         wide = bool(settings()[0])  # the actor's thread lacks this setting
         may_end = node in self._built.ends
+        start = work.run if work.actor is not None else _under(self._locks(node), work.run)
         period, at = self.plan.network.period, step.round
 
         def run(values: list[Any]) -> list[Any]:
@@ -131,9 +150,10 @@ class FlowRun:
             round = current.fired[step.label] * period + at
             with jax.enable_x64(wide):
                 try:
-                    made = work.run(given if on_mesh else on_host(given), round)
+                    made = start(given if on_mesh else on_host(given), round)
                 except StopIteration:
                     if may_end:
+                        self._rounds = min(self._rounds, round)
                         raise RoundsEnded(round) from None
                     raise FlowError(
                         f"{node} has no more in round {round}, and no new state needs it: let it return a value in "
@@ -177,10 +197,19 @@ class FlowRun:
         """
         if not self._lock.acquire(blocking=False):
             raise FlowError(f"{self.plan.round.where} is running already.")
+        taken: list[Shared] = []
         try:
+            for shared in self._shared:
+                if not shared.in_use.acquire(blocking=False):
+                    raise FlowError(f"{self.plan.round.where}: another flow that is running changes its shared state.")
+                taken.append(shared)
             executor = self._opened()
             self._current = current = _Current(self, state, items, record)
             first = self._first(state, pending)
+            self._rounds = rounds
+            for change, pot in self._pots:
+                pot.begin()
+                change.rounds, change.is_stopped = lambda: self._rounds, executor.is_stopping
             try:
                 spans = executor.run(record=record, rounds=rounds, first=first)
             except PipelineTaskError as error:
@@ -191,6 +220,8 @@ class FlowRun:
             return current.state(complete - 1, state), Rounds(current.given_in(complete), left, self.plan, spans)
         finally:
             self._current = None
+            for shared in taken:
+                shared.in_use.release()
             self._lock.release()
 
     def _pending(self, left: Mapping[Message, Sequence[Any]], rounds: int) -> dict[str, list[Any]]:
@@ -320,7 +351,8 @@ class _Current:
         made = round + 1 - origin.delay
         if made < 0:
             return _known(origin.first[round + 1], first)
-        return self._state[origin.node, origin.index][made]
+        kept = self._state[origin.node, origin.index]
+        return kept[made] if self._built.apart == 0 else kept.get(made, kept[max(kept)])
 
     def last_complete(self, first: Sequence[Any]) -> tuple[int, list[Any] | None]:
         """The last rounds of which the whole state is there: their number, and the state; None if a part is lost."""
@@ -350,6 +382,20 @@ class _Current:
             return None
         logs = self._logs[origin.node, origin.index]
         return logs[made // every] if made // every < len(logs) else None
+
+
+def _under(locks: Sequence[Any], call: Callable[..., Any]) -> Callable[..., Any]:
+    """A call that is made under locks."""
+    if not locks:
+        return call
+
+    def locked(*args: Any) -> Any:
+        with ExitStack() as held:
+            for lock in locks:
+                held.enter_context(lock)
+            return call(*args)
+
+    return locked
 
 
 def _stay(values: Any) -> Any:

@@ -66,6 +66,7 @@ class Work(Protocol):
       actor: the name of the actor that it shares with other nodes; None: it shares one with those of its devices.
       waits: nodes that it waits for, and the rounds by which they may be behind.
       changes: whether it changes something that outlives the run.
+      apart: the rounds by which it lets actors be apart that no value joins; None: any.
     """
 
     @property
@@ -88,6 +89,8 @@ class Work(Protocol):
     def waits(self) -> Sequence[tuple[int, int]]: ...
     @property
     def changes(self) -> bool: ...
+    @property
+    def apart(self) -> int | None: ...
 
     def run(self, given: list[Any], round: int) -> Sequence[Any]:
         """The result leaves."""
@@ -139,6 +142,7 @@ class FunctionWork:
     actor: object | None = None
     waits: Sequence[tuple[int, int]] = ()
     changes = False
+    apart: int | None = 0
 
     def __init__(self, function: Callee, leaves: Sequence[Any], tree: Any) -> None:
         self._function, self._tree = function, tree
@@ -203,6 +207,7 @@ class HostWork:
     actor: object | None = None
     waits: Sequence[tuple[int, int]] = ()
     changes = False
+    apart: int | None = 0
 
     def __init__(  # noqa: PLR0913  # what a call of a host function is
         self, call: Callable[..., Any], tree: Any, leaves: int, gives: Any, name: str, *,

@@ -132,7 +132,8 @@ def _draw_head(chart: Chart, figure: Figure, width: float, height: float) -> Non
     if chart.has_chunks:
         handles.append(Patch(color=_lighter(_PALE, 1), label="lighter: a rank's later stages"))
     figure.legend(
-        handles=handles, ncols=min(len(handles), _legend_columns(chart, width)), loc="upper left", borderpad=0, borderaxespad=0, frameon=False, fontsize=8,
+        handles=handles, ncols=min(len(handles), _legend_columns(chart, width)), loc="upper left", borderpad=0,
+        borderaxespad=0, frameon=False, fontsize=8,
         bbox_to_anchor=(0.15 / width, 1 - (0.38 + 0.17 * len(chart.tracks)) / height),
         handlelength=1.0, handleheight=1.0, handletextpad=0.4, columnspacing=1.2, labelcolor=_INK,
     )  # fmt: skip

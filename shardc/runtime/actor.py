@@ -18,6 +18,8 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
 from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
 T = TypeVar("T")
@@ -64,6 +66,32 @@ class Step:
     round: int = 0
 
 
+class Late(NamedTuple):
+    """A message of a delayed channel, as its taker sees it.
+
+    Attributes:
+      message: the message.
+      delay: of its channel.
+      position: in the taker's period, of the step that takes it.
+      round: of this step.
+      period: rounds of a period.
+    """
+
+    message: Message
+    delay: int
+    position: int
+    round: int
+    period: int
+
+    def taken(self, rounds: int) -> int:
+        """How many of it the first rounds take."""
+        return max(0, -((self.round - rounds) // self.period))
+
+    def waiting(self, rounds: int) -> int:
+        """How many of it are in the channel after so many rounds."""
+        return self.taken(rounds + self.delay) - self.taken(rounds)
+
+
 @dataclass(frozen=True)
 class Network:
     """For each actor its steps in their order, and the channels between actors.
@@ -73,22 +101,47 @@ class Network:
 
     Attributes:
       actors: the steps of one period.
-      period: its rounds.
+      period: its rounds. The steps of an actor are in the order of their rounds.
+      names: of the actors, for people; empty: they are numbered.
+      kind: what the network is, for people.
     """
 
     actors: tuple[tuple[Step, ...], ...]
     channels: tuple[Channel, ...]
     period: int = 1
+    names: tuple[str, ...] = ()
+    kind: str = "pipeline"
+
+    def name(self, actor: int, what: str = "actor") -> str:
+        """An actor for people: its name, or `what` it is with its number."""
+        return self.names[actor] if self.names else f"{what} {actor}".lstrip()
+
+    @cached_property
+    def late(self) -> tuple[tuple[Late, ...], ...]:
+        """For each actor what it takes from delayed channels."""
+        delays = {i: c.delay for i, c in enumerate(self.channels) if c.delay > 0}
+        if not delays:
+            return ((),) * len(self.actors)
+        return tuple(
+            tuple(
+                Late(m, delays[m[0]], i, step.round, self.period)
+                for i, step in enumerate(steps)
+                for m in step.takes
+                if m[0] in delays
+            )
+            for steps in self.actors
+        )
 
     def first_messages(self) -> list[Message]:
         """The messages that are in delayed channels when a run begins, each channel's in the order of their rounds."""
-        late = {i: c.delay for i, c in enumerate(self.channels) if c.delay}
-        if not late:
-            return []
-        taken = [(step.round, m) for steps in self.actors for step in steps for m in step.takes if m[0] in late]
-        periods = range(-(-max(late.values()) // self.period))
-        dated = sorted((k * self.period + r, i) for k in periods for i, (r, _) in enumerate(taken))
-        return [taken[i][1] for r, i in dated if r < late[taken[i][1][0]]]
+        late = [late for found in self.late for late in found]
+        dated = [(k * self.period + x.round, i) for i, x in enumerate(late) for k in range(x.taken(x.delay))]
+        return [late[i].message for _, i in sorted(dated)]
+
+    @cached_property
+    def first_counts(self) -> Counter[int]:
+        """How many messages are in each channel when a run begins."""
+        return Counter(c for c, _ in self.first_messages())
 
     def with_registers(self, registers: Sequence[int | None]) -> Network:
         """This network with other numbers of registers, one for each channel."""
@@ -112,7 +165,6 @@ class Actor(Generic[T]):
     Attributes:
       position: of the next step, in the period.
       period: of the next step.
-      fired: the number of steps fired.
       step: the next step; None when all rounds are done.
       rounds: the rounds to run.
 
@@ -127,7 +179,7 @@ class Actor(Generic[T]):
     """
 
     __slots__ = (
-        "_free", "_held", "_inbox", "_later", "_length", "_steps", "_whole", "fired", "number", "period", "position",
+        "_end", "_free", "_held", "_inbox", "_late", "_later", "_length", "_steps", "number", "period", "position",
         "rounds", "step",
     )  # fmt: skip
 
@@ -140,13 +192,14 @@ class Actor(Generic[T]):
           rounds: to run; None: one period. The driver delivers `net.first_messages()`.
         """
         self.number = number
-        self.position = self.period = self.fired = 0
+        self.position = self.period = 0
         self._steps = net.actors[number]
         self._length = net.period
         self.step: Step | None = None
         self._inbox: dict[Message, T] = {}
         self._later: dict[Message, deque[T]] = {}
-        taken = Counter(c for c, _ in net.first_messages())
+        self._late = net.late[number]
+        taken = net.first_counts
         self._free: dict[int, deque[T] | None] = {
             i: None if c.registers is None else deque([free] * (c.registers - taken[i]))
             for i, c in enumerate(net.channels)
@@ -160,17 +213,25 @@ class Actor(Generic[T]):
         """The round of the next step; after the last step, the rounds that were run."""
         return self.rounds if self.step is None else self.period * self._length + self.step.round
 
+    @property
+    def fired(self) -> int:
+        """The number of steps fired."""
+        return self.period * len(self._steps) + self.position
+
     def run_until(self, rounds: int) -> None:
         """Set the number of rounds to run, counted from the first."""
         self.rounds = rounds
-        self._whole = rounds // self._length  # periods that are run whole
         self._find_step()
 
     def _find_step(self) -> None:
+        """Set the next step, and the end of those of this period that are run."""
         steps = self._steps
-        self.step = steps[self.position] if steps else None
-        if self.step is not None and self.period * self._length + self.step.round >= self.rounds:
-            self.step = None
+        if self.position == len(steps) > 0:
+            self.position = 0
+            self.period += 1
+        left = self.rounds - self.period * self._length
+        self._end = len(steps) if left >= self._length else sum(s.round < left for s in steps)
+        self.step = steps[self.position] if self.position < self._end else None
 
     def ready(self) -> bool:
         """Whether the next step may fire. Reserves the registers that it needs as they become free."""
@@ -210,17 +271,25 @@ class Actor(Generic[T]):
         if self._later:
             self._refill(step.takes)
         held, self._held = self._held, []
-        self.fired += 1
-        self.position += 1
-        if self.position < len(self._steps):
-            self.step = self._steps[self.position]
+        self.position = position = self.position + 1
+        if position < self._end:
+            self.step = self._steps[position]
         else:
-            self.position = 0
-            self.period += 1
-            self.step = self._steps[0]
-        if self.period >= self._whole:
             self._find_step()
         return values, held
+
+    def take_back(self, values: Sequence[T], held: Sequence[T]) -> None:
+        """Undo the last `fire`, which returned these."""
+        if not self.position:
+            self.period -= 1
+            self.position = len(self._steps)
+        self.position -= 1
+        self._find_step()
+        for message, value in zip(self._steps[self.position].takes, values, strict=True):
+            if message in self._inbox:
+                self._later.setdefault(message, deque()).appendleft(self._inbox[message])
+            self._inbox[message] = value
+        self._held += held
 
     def _refill(self, taken: Sequence[Message]) -> None:
         for message in taken:
@@ -237,6 +306,22 @@ class Actor(Generic[T]):
         else:
             self._inbox[message] = value
 
+    def owed(self) -> list[Message]:
+        """After the last step: the messages that the next rounds would take and that have not arrived yet."""
+        return [
+            x.message
+            for x in self._late
+            if x.taken(self.rounds + x.delay) > self.period + (self.position > x.position) + self._waiting(x.message)
+        ]
+
+    def _waiting(self, message: Message) -> int:
+        return (message in self._inbox) + len(self._later.get(message, ()))
+
+    def drop(self) -> None:
+        """Drop the messages that no step has taken."""
+        self._inbox.clear()
+        self._later.clear()
+
     def arrived(self) -> dict[Message, list[T]]:
         """The messages that no step has taken yet, in order."""
         return {m: [value, *self._later.get(m, ())] for m, value in self._inbox.items()}
@@ -252,9 +337,10 @@ class Actor(Generic[T]):
         free.append(value)
 
     def missing(self) -> tuple[list[Message], list[int]]:
-        """The messages that the next step still waits for, and the channels without a free register."""
+        """The messages that the next step still waits for, and the channels without a free register. After the last
+        step: the messages that are owed."""
         if self.step is None:
-            return [], []
+            return self.owed(), []
         messages = [m for m in self.step.takes if m not in self._inbox]
         held = len(self._held)
         full: list[int] = []
@@ -274,6 +360,8 @@ class Actor(Generic[T]):
 def check_network(net: Network) -> list[str]:
     """The errors of a network that do not depend on timing; empty if there are none."""
     count = len(net.actors)
+    if net.period < 1:
+        return [f"the period is {net.period} rounds; it has to be at least 1."]
     wrong = [
         f'channel {i} "{c.name}" is between actors {c.source} and {c.target}; the network has {count}.'
         for i, c in enumerate(net.channels)
@@ -284,19 +372,60 @@ def check_network(net: Network) -> list[str]:
         for i, c in enumerate(net.channels)
         if c.registers is not None and c.registers < 1
     ]
-    first = Counter(c for c, _ in net.first_messages())
+    waiting = _most_waiting(net)
     wrong += [
-        f'channel {i} "{c.name}" has {c.registers} registers, and {first[i]} messages when a run begins: it needs at '
-        f"least {first[i]}."
+        f'channel {i} "{c.name}" has {c.registers} registers, and {waiting[i]} messages between two rounds: it needs '
+        f"at least {waiting[i]}."
         for i, c in enumerate(net.channels)
-        if c.registers is not None and 1 <= c.registers < first[i]
+        if c.registers is not None and 1 <= c.registers < waiting[i]
     ]
     wrong += [
         f'channel {i} "{c.name}" has a delay of {c.delay} rounds; it has to be 0 or more.'
         for i, c in enumerate(net.channels)
         if c.delay < 0
     ]
-    return wrong if _fits(net) else wrong + _wrong_messages(net)
+    wrong += _wrong_orders(net)
+    return wrong + (_wrong_rounds(net) if _fits(net) else _wrong_messages(net))
+
+
+def _most_waiting(net: Network) -> Counter[int]:
+    """For each delayed channel the most messages that are in it between two rounds."""
+    taken: dict[int, list[int]] = {}
+    for late in (late for found in net.late for late in found):
+        taken.setdefault(late.message[0], [0] * net.period)[late.round % net.period] += 1
+    most = Counter[int]()
+    for channel, counts in taken.items():
+        whole, rest = divmod(net.channels[channel].delay, net.period)
+        sums = [0, *accumulate(counts + counts)]
+        most[channel] = whole * sum(counts) + max(sums[r + rest] - sums[r] for r in range(net.period))
+    return most
+
+
+def _wrong_orders(net: Network) -> list[str]:
+    wrong: list[str] = []
+    for a, steps in enumerate(net.actors):
+        rounds = [s.round for s in steps]
+        if rounds and (rounds != sorted(rounds) or rounds[0] < 0 or rounds[-1] >= net.period):
+            wrong.append(
+                f"{net.name(a)} has steps of rounds {min(rounds)} to {max(rounds)}; they have to be in order, "
+                f"from 0 to {net.period - 1}."
+            )
+    return wrong
+
+
+def _wrong_rounds(net: Network) -> list[str]:
+    """The messages that are not late by the delay of their channels."""
+    if net.period == 1:
+        return []
+    given = {m: s.round for steps in net.actors for s in steps for m in s.gives}
+    return [
+        f"{_name(net, m)} is given in round {given[m]} and taken in round {s.round} of {net.period}; "
+        f"its channel has a delay of {net.channels[m[0]].delay} rounds."
+        for steps in net.actors
+        for s in steps
+        for m in s.takes
+        if (s.round - given[m] - net.channels[m[0]].delay) % net.period
+    ]
 
 
 def _fits(net: Network) -> bool:
@@ -324,8 +453,8 @@ def _wrong_messages(net: Network) -> list[str]:
     taken: dict[Message, str] = {}
     for a, steps in enumerate(net.actors):
         for step in steps:
-            wrong += _wrong_ends(net, f"actor {a}, {step.label}, gives", "giver", a, step.gives, given)
-            wrong += _wrong_ends(net, f"actor {a}, {step.label}, takes", "taker", a, step.takes, taken)
+            wrong += _wrong_ends(net, f"{net.name(a)}, {step.label}, gives", "giver", a, step.gives, given)
+            wrong += _wrong_ends(net, f"{net.name(a)}, {step.label}, takes", "taker", a, step.takes, taken)
     wrong += [f"{who} {_name(net, m)}, which no step gives." for m, who in taken.items() if m not in given]
     wrong += [f"{who} {_name(net, m)}, which no step takes." for m, who in given.items() if m not in taken]
     return wrong
@@ -343,7 +472,7 @@ def _wrong_ends(
             continue
         right = net.channels[channel].source if end == "giver" else net.channels[channel].target
         if right != actor:
-            wrong.append(f"{who} {_name(net, message)}, whose {end} is actor {right}.")
+            wrong.append(f"{who} {_name(net, message)}, whose {end} is {net.name(right)}.")
         elif message in seen:
             wrong.append(f"{who} {_name(net, message)} a second time: {seen[message]} it already.")
         seen[message] = who

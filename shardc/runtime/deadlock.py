@@ -1,9 +1,10 @@
 """Deadlock detection before the run: the actors run without a clock until they end or stop.
 
 The actors of a network have no choices, so the point where they stop does not depend on speed: one run without a clock
-decides for all runs (Kahn 1974, The semantics of a simple language for parallel programming). One period decides for all
-of them: after it every channel holds as many messages as before (Lee and Messerschmitt 1987, Static scheduling of
-synchronous data flow programs).
+decides for all runs (Kahn 1974, The semantics of a simple language for parallel programming). One period decides for
+all of them: after it every channel holds as many messages as before (Lee and Messerschmitt 1987, Static scheduling of
+synchronous data flow programs). It also decides for a run that ends within a period: each actor's steps are in the
+order of their rounds, and what is in a channel between two rounds fits (`check_network`).
 """
 
 from __future__ import annotations
@@ -60,14 +61,16 @@ class Deadlock:
     def __str__(self) -> str:
         who = sorted({w.actor for w in self.cycle})
         stuck = sum(p < len(steps) for p, steps in zip(self.positions, self.network.actors, strict=True))
+        *others, last = (self.network.name(a, "") for a in who)
+        are = "" if self.network.names else "actors "
         head = (
-            f"actor {who[0]} waits for itself"
+            f"{self.network.name(who[0])} waits for itself"
             if len(who) == 1
-            else f"actors {', '.join(map(str, who[:-1]))} and {who[-1]} wait for each other"
+            else f"{are}{', '.join(others)} and {last} wait for each other"
         )
         return "\n".join(
             [
-                f"The pipeline deadlocks: {head}; {stuck} of {len(self.positions)} actors never end.",
+                f"The {self.network.kind} deadlocks: {head}; {stuck} of {len(self.positions)} actors never end.",
                 *(f"  {reason}" for reason in self.reasons()),
                 "Order of the actions; [brackets] mark the stuck ones, actions before them are done:",
                 *(f"  {line}" for line in self._grid()),
@@ -82,9 +85,10 @@ class Deadlock:
     def _for_message(self, wait: ActorWait, message: Message) -> str:
         channel = self.network.channels[wait.channel]
         giver = next(i for i, s in enumerate(self.network.actors[channel.source]) if message in s.gives)
+        me, other = map(self.network.name, (wait.actor, channel.source))
         return (
-            f'actor {wait.actor} is at {wait.label} and waits for message {message[1]!r} of "{channel.name}", '
-            f"which actor {channel.source} gives in {self._place(channel.source, giver)}."
+            f'{me} is at {wait.label} and waits for message {message[1]!r} of "{channel.name}", '
+            f"which {other} gives in {self._place(channel.source, giver)}."
         )
 
     def _for_register(self, wait: ActorWait) -> str:
@@ -94,18 +98,21 @@ class Deadlock:
         held += [m for s in source[: self.positions[wait.actor]] for m in s.gives if m[0] == wait.channel]
         for m in (m for s in target[: self.positions[channel.target]] for m in s.takes if m[0] == wait.channel):
             held.remove(m)
-        me = f'actor {wait.actor} is at {wait.label} and waits for a register of "{channel.name}"'
+        me = f'{self.network.name(wait.actor)} is at {wait.label} and waits for a register of "{channel.name}"'
         if not held:
             at_once = sum(m[0] == wait.channel for m in source[self.positions[wait.actor]].gives)
             return f"{me}: it gives {at_once} messages at once, and the channel has {channel.registers}."
         keys = ", ".join(repr(m[1]) for m in held[:_KEYS]) + ", ..." * (len(held) > _KEYS)
-        first = next(i for i, s in enumerate(target) if set(held) & set(s.takes))
+        at = self.positions[channel.target]
+        order = [*range(at, len(target)), *range(at)]
+        first = next(i for i in order if set(held) & set(target[i].takes))
+        who = self.network.name(channel.target)
         full = "its only one holds message" if channel.registers == 1 else f"its {channel.registers} hold messages"
-        return f"{me}: {full} {keys}; actor {channel.target} takes the first in {self._place(channel.target, first)}."
+        return f"{me}: {full} {keys}; {who} takes the first in {self._place(channel.target, first)}."
 
     def _place(self, actor: int, position: int) -> str:
         steps, at = self.network.actors[actor], self.positions[actor]
-        ahead = position - at
+        ahead = (position - at) % len(steps)
         place = str(steps[position].label)
         if not ahead:
             return f"{place}, where it is stuck"
@@ -121,9 +128,10 @@ class Deadlock:
             rows.append((["..."] * (at > _BEFORE) + before, [stuck, *after, *["..."] * (len(steps) > at + 1 + _AFTER)]))
         left = max(len(before) for before, _ in rows)
         cell = max(len(c) for before, rest in rows for c in (*before, *rest))
-        name = len(f"actor {len(rows) - 1}")
+        names = [self.network.name(i) for i in range(len(rows))]
+        width = max(map(len, names))
         return [
-            f"{f'actor {i}':<{name}} | "
+            f"{names[i]:<{width}} | "
             + " ".join(f"{c:^{cell}}" for c in [""] * (left - len(before)) + before + rest).rstrip()
             for i, (before, rest) in enumerate(rows)
         ]
@@ -190,9 +198,9 @@ def _stop_of(net: Network) -> Deadlock | None:
     return Deadlock(net, tuple(a.fired for a in actors), _cycle(net, actors))
 
 
-def run_without_time(net: Network) -> list[Actor[None]]:
-    """All actors, each run as far as it can go in one period."""
-    actors: list[Actor[None]] = [Actor(net, a, None) for a in range(len(net.actors))]
+def run_without_time(net: Network, rounds: int | None = None) -> list[Actor[None]]:
+    """All actors, each run as far as it can go in some rounds; None: one period."""
+    actors: list[Actor[None]] = [Actor(net, a, None, rounds) for a in range(len(net.actors))]
     source = [c.source for c in net.channels]
     target = [c.target for c in net.channels]
     bounded = [c.registers is not None for c in net.channels]

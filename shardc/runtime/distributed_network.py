@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
@@ -125,7 +126,12 @@ class DistributedNetwork:
         """The reasons why runs were stopped."""
         self._reported: set[int] = set()
         """The runs of whose stop the other processes were notified. Kept for ever: each is reported once."""
-        self._parts: dict[tuple[int, int, int], dict[int, Packed]] = {}
+        self._ends: dict[int, int] = {}
+        """The rounds after which runs end, where a task has ended them."""
+        self._parts: dict[tuple[int, int, int], dict[int, deque[Packed]]] = {}
+        """By run, channel and key the parts that have come from each process, those of later rounds behind."""
+        self._joining: set[tuple[int, int, int]] = set()
+        """The messages that a thread makes of their parts, one after the other."""
         self._credits: dict[tuple[int, int], dict[int, int]] = {}
         self._values: dict[tuple[int, int], Expected] = {}
         self._awaited: WeakValueDictionary[tuple[int, int], Expected] = WeakValueDictionary()
@@ -182,8 +188,7 @@ class DistributedNetwork:
                 case FrameKind.CREDIT:
                     self._credit(peer, frame)
                 case FrameKind.END:
-                    for mailbox in dict.fromkeys(self._mailboxes.values()):
-                        mailbox.end(frame.run, frame.key)
+                    self.end(frame.run, frame.key)
                 case FrameKind.VALUE:
                     self._value(frame.run, frame.channel).put((frame.about, frame.buffers))
                 case FrameKind.OPEN:
@@ -206,20 +211,38 @@ class DistributedNetwork:
         self._remove_if_done()
 
     def _message(self, peer: int, frame: Frame) -> None:
-        channel = self.net.channels[frame.channel]
-        sources, value = self.places[channel.source], None
-        parts = {peer: (frame.about, frame.buffers)}
-        if len(sources) > 1:
-            at = frame.run, frame.channel, frame.key
-            known = self._parts.setdefault(at, {})  # links have threads of their own, but a dict's steps are atomic
-            known |= parts
-            with self._changed:
-                if len(known) < len(sources) or self._parts.pop(at, None) is None:
-                    return
-            parts = known
+        sources = self.places[self.net.channels[frame.channel].source]
+        part = frame.about, frame.buffers
+        if len(sources) == 1:
+            self._deliver(frame, {peer: part})
+            return
+        at = frame.run, frame.channel, frame.key
+        with self._changed:
+            known = self._parts.setdefault(at, {p: deque() for p in sources})
+            known[peer].append(part)
+            if at in self._joining:  # by the thread of another link, which sees this part too
+                return
+            self._joining.add(at)
+        del part
+        while (parts := self._whole(at)) is not None:
+            self._deliver(frame, parts)
+
+    def _whole(self, at: tuple[int, int, int]) -> dict[int, Packed] | None:
+        """The next message of a channel and key, if all its parts are there; else this thread joins no more of them."""
+        with self._changed:
+            known = self._parts.get(at, {})
+            if known and all(known.values()):
+                return {p: parts.popleft() for p, parts in known.items()}
+            if not any(known.values()):
+                self._parts.pop(at, None)
+            self._joining.discard(at)
+            return None
+
+    def _deliver(self, frame: Frame, parts: dict[int, Packed]) -> None:
+        value = None
         if any(about or buffers for about, buffers in parts.values()):
             value = self.codec.unpack(frame.channel, parts)
-        mailbox = self._mailbox(channel.target)
+        mailbox = self._mailbox(self.net.channels[frame.channel].target)
         if mailbox is not None:
             mailbox.message(frame.run, (frame.channel, frame.key), value)
 
@@ -294,6 +317,17 @@ class DistributedNetwork:
             return
         self._stop_all(run, why, self._reported_as(why))
 
+    def end(self, run: int, rounds: int) -> None:
+        """End a run after fewer rounds, in all processes."""
+        with self._changed:
+            if self._ends.get(run, rounds + 1) <= rounds:
+                return
+            self._ends[run] = rounds
+        for mailbox in dict.fromkeys(self._mailboxes.values()):
+            mailbox.end(run, rounds)
+        for link in self.links.values():  # as with a stop: some processes have no link to the first one
+            link.send(Frame(FrameKind.END, self.number, run, 0, rounds))
+
     def stop_frame(self, run: int, why: Exception) -> Frame:
         return self._stop_frame(run, self._reported_as(why))
 
@@ -351,8 +385,9 @@ class DistributedNetwork:
             self._values = {at: v for at, v in self._values.items() if at[0] > run}
             self._credits = {at: counts for at, counts in self._credits.items() if at[0] > run}
             self._stopped = {at: why for at, why in self._stopped.items() if at > run}
-        for at in [at for at in list(self._parts) if at[0] <= run]:
-            self._parts.pop(at, None)
+            self._parts = {at: parts for at, parts in self._parts.items() if at[0] > run}
+            self._ends = {at: rounds for at, rounds in self._ends.items() if at > run}
+            self._joining = {at for at in self._joining if at[0] > run}
 
     def send_value(self, run: int, number: int, peer: int, pack: Callable[[], Packed]) -> None:
         """Send a value outside of channels. `pack` may wait for a device: it runs in a thread of the link."""
@@ -379,6 +414,8 @@ class _FarPort:
         assert isinstance(key, int)
 
         def frame(peer: int) -> Frame:
+            if value is None:
+                return Frame(FrameKind.MESSAGE, net.number, run, channel, key)
             try:
                 about, buffers = net.codec.pack(channel, peer, value)
             except Exception as error:  # noqa: BLE001 - of the computation that makes the value
@@ -386,21 +423,19 @@ class _FarPort:
                 return net.stop_frame(run, error)  # the others know already; the link wants a frame
             return Frame(FrameKind.MESSAGE, net.number, run, channel, key, about, buffers)
 
+        name = net.number, run, message  # those of later rounds do not overtake it
         for link in self._links:
-            if value is None:
-                link.send(Frame(FrameKind.MESSAGE, net.number, run, channel, key))
-            elif net.codec.is_ready(value):
-                link.send(frame(link.peer))
+            if link.is_packing(name) or not (value is None or net.codec.is_ready(value)):
+                link.send_when_packed(lambda peer=link.peer: frame(peer), name)
             else:
-                link.send_when_packed(lambda peer=link.peer: frame(peer))
+                link.send(frame(link.peer))
 
     def credit(self, run: int, channel: int) -> None:
         for link in self._links:
             link.send(Frame(FrameKind.CREDIT, self._network.number, run, channel))
 
     def end(self, run: int, rounds: int) -> None:
-        for link in self._links:
-            link.send(Frame(FrameKind.END, self._network.number, run, 0, rounds))
+        self._network.end(run, rounds)
 
     def stop(self, run: int, why: Exception) -> None:
         self._network.stop(run, why)

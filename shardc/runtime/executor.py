@@ -112,10 +112,13 @@ class Executor:
         self._patience, self._look = share.patience, share.look
         self.runs = 0
         """The number of the last run."""
-        self._is_late = any(c.delay for c in net.channels)
+        self._late = {late.message: late for a in here for late in net.late[a]}
+        self.rounds = 0
+        """The rounds that the last run has run here: fewer than asked for if a task has raised `RoundsEnded`."""
         self.left: dict[Message, list[Any]] = {}
-        """The messages that the last run left in delayed channels of this process, each one's in order: the first ones
-        of a run that goes on from it."""
+        """The messages that the last run left in delayed channels to actors of this process, each one's in order. After
+        whole periods they are the first ones of a run that goes on. After `RoundsEnded`, an actor that was ahead has
+        left what it had then."""
         self._running = threading.Lock()
         for w, s in zip(self._workers, shares, strict=True):
             w.start(f"{threads.name}: actor{'s' if len(s.tasks) > 1 else ''} {', '.join(map(str, s.tasks))}")
@@ -133,7 +136,8 @@ class Executor:
         Args:
           record: whether to keep the times of all steps.
           rounds: to run, unless a task ends the run before with `RoundsEnded`. None: one period.
-          first: the values of `net.first_messages()`, each message's in order.
+          first: the values of `net.first_messages()` for actors of this process, each message's in order. Those for
+            others are ignored.
 
         Returns:
           with `record`, the host times of all steps by actor, in seconds of `time.perf_counter`: from the arrival of
@@ -150,10 +154,27 @@ class Executor:
         try:
             if not self._finalizer.alive:
                 raise PipelineError("Executor.run: the executor is closed.")
+            given = self._first_of(first or {}, rounds)
+            del first  # the values go as they are taken
+            self.left, self.rounds = {}, self._net.period if rounds is None else rounds
             self.runs += 1
-            return self._run(RunOrder(self.runs, record, rounds, first or {}))
+            return self._run([RunOrder(self.runs, record, rounds, f) for f in given])
         finally:
             self._running.release()
+
+    def _first_of(self, first: Mapping[Message, Sequence[Any]], rounds: int | None) -> list[dict[Message, list[Any]]]:
+        """The first messages of each thread."""
+        wrong = [f"rounds={rounds}; it has to be 0 or more."] if rounds is not None and rounds < 0 else []
+        counts = {m: late.taken(late.delay) for m, late in self._late.items()}
+        wrong += [
+            f'first has {len(first.get(m, ()))} values of message {m[1]!r} of "{self._net.channels[m[0]].name}"; a run '
+            f"begins with {n}."
+            for m, n in counts.items()
+            if len(first.get(m, ())) != n
+        ]
+        if wrong:
+            raise PipelineError(all_offenders("Executor.run:", wrong))
+        return [{m: list(first[m]) for m, n in counts.items() if n and w.takes(m)} for w in self._workers]
 
     def abandon(self, run: int, error: BaseException) -> None:
         """Count a run, also one that did not begin here, as failed, and stop it in all processes: the next run then has
@@ -173,9 +194,9 @@ class Executor:
         finally:
             self._running.release()
 
-    def _run(self, order: RunOrder) -> list[Span]:
-        interrupt = self._wait_for_workers(order)
-        spans, failed, stopped = self._collect(order.run)
+    def _run(self, orders: Sequence[RunOrder]) -> list[Span]:
+        interrupt = self._wait_for_workers(orders)
+        spans, failed, stopped = self._collect()
         try:
             if interrupt is not None:
                 raise interrupt
@@ -201,26 +222,27 @@ class Executor:
             return PeerLostError(f"{why}{waits}", why.process)
         return PipelineError(f"{why}{waits}")
 
-    def _wait_for_workers(self, order: RunOrder) -> BaseException | None:
+    def _wait_for_workers(self, orders: Sequence[RunOrder]) -> BaseException | None:
         """Order a run and wait until it has ended in all threads. Returns the exception that interrupted the wait."""
+        run = self.runs
         interrupt: BaseException | None = None
         ordered = False
         try:
             while True:
                 try:
                     if not ordered:  # a worker ignores an order that comes twice
-                        for w in self._workers:
+                        for w, order in zip(self._workers, orders, strict=True):
                             w.orders.put(order)
                         ordered = True
-                    self._wait_patiently(order.run)
+                    self._wait_patiently(run)
                     return interrupt
                 except BaseException as error:  # KeyboardInterrupt, at any line
                     if interrupt is not None:  # the second one: the user does not wait for a task that hangs
                         for w in self._workers:
-                            w.abandoned = w.done < order.run
+                            w.abandoned = w.done < run
                         raise
                     interrupt = error
-                    stop_all(self._ports.values(), order.run, PipelineError(f"the run was interrupted: {error!r}."))
+                    stop_all(self._ports.values(), run, PipelineError(f"the run was interrupted: {error!r}."))
         finally:
             del interrupt  # this frame and the exception would hold each other
 
@@ -242,20 +264,26 @@ class Executor:
                     stop_all(self._ports.values(), run, PipelineError(text))
                     since = monotonic()
 
-    def _collect(self, run: int) -> tuple[list[Span], list[PipelineTaskError], bool]:
-        """The outcome of a run, taken from the workers: spans, failures, and whether the run was stopped. What
-        delayed channels hold at its end is left in `left`."""
-        spans = [span for w in self._workers for span in w.spans]
-        failed = _first_cause(self._net, sorted((f for w in self._workers for f in w.failures), key=lambda f: f[0]))
-        stopped = any(w.stopped for w in self._workers)
-        self.left = {}
-        for w in self._workers:
-            w.spans, w.failures = [], []
-            if failed or stopped:
-                w.mailbox.clear(run)
-            elif self._is_late:
-                self.left |= w.take_left(run)
+    def _collect(self) -> tuple[list[Span], list[PipelineTaskError], bool]:
+        """The outcome of a run, taken from the workers: spans, failures, and whether the run was stopped."""
+        workers = self._workers
+        spans = [span for w in workers for span in w.spans]
+        failed = _first_cause(self._net, sorted((f for w in workers for f in w.failures), key=lambda f: f[0]))
+        stopped = any(w.stopped for w in workers)
+        self.rounds = min([self.rounds, *(w.rounds for w in workers)])
+        left = {m: values for w in workers for m, values in w.left.items()}
+        if not failed and not stopped:
+            counts = ((m, late.waiting(self.rounds)) for m, late in self._late.items())
+            self.left = {m: left[m][:n] for m, n in counts if n and m in left}
+        for w in workers:
+            w.spans, w.failures, w.left = [], [], {}
+            if failed or stopped or w.ended:
+                w.mailbox.clear(self.runs)
         return spans, failed, stopped
+
+    def is_stopping(self) -> bool:
+        """Whether the current run is being abandoned: for a task that waits for something else than messages."""
+        return any(w.mailbox.why_stopped(self.runs) is not None for w in self._workers)
 
     def watch(self) -> StallWatch:
         """A watch that finds stalled actors. It does not keep the executor alive."""
@@ -309,20 +337,31 @@ def _first_cause(net: Network, failed: Sequence[tuple[float, PipelineTaskError]]
 
 
 def _is_before(net: Network, one: PipelineTaskError, other: PipelineTaskError) -> bool:
-    """Whether the step of `one` has to end before the step of `other` begins."""
-    place = {e: next(i for i, s in enumerate(net.actors[e.actor]) if s.label == e.label) for e in (one, other)}
+    """Whether the step of `one` has to end before the step of `other` begins.
+
+    Steps are counted from the first period. What `other` needs of the periods before that of `one` is left out.
+    """
     giver = {m: (a, i) for a, steps in enumerate(net.actors) for i, s in enumerate(steps) for m in s.gives}
-    needed = [0] * len(net.actors)  # the number of steps of each actor that `other` needs
-    looked = [0] * len(net.actors)
-    needed[other.actor] = place[other]
-    takes = [giver[m] for m in net.actors[other.actor][place[other]].takes]
-    while True:
-        for a, i in takes:
-            needed[a] = max(needed[a], i + 1)
-        takes = [giver[m] for a, steps in enumerate(net.actors) for s in steps[looked[a] : needed[a]] for m in s.takes]
-        if looked == needed:
-            return place[one] < needed[one.actor]
+    late = {x.message: x.taken(x.delay) for found in net.late for x in found}  # periods between giver and taker
+    looked = [one.round // net.period * len(steps) for steps in net.actors]
+    needed = list(looked)  # the number of steps of each actor that `other` needs
+    needed[other.actor] = max(needed[other.actor], _place(net, other) + 1)
+    while looked != needed:
+        news = [(a, i) for a, (n, m) in enumerate(zip(looked, needed, strict=True)) for i in range(n, m)]
         looked = list(needed)
+        for a, i in news:
+            period, at = divmod(i, len(net.actors[a]))
+            for m in net.actors[a][at].takes:
+                b, j = giver[m]
+                needed[b] = max(needed[b], (period - late.get(m, 0)) * len(net.actors[b]) + j + 1)
+    return _place(net, one) < needed[one.actor] - (one.actor == other.actor)
+
+
+def _place(net: Network, error: PipelineTaskError) -> int:
+    """The number of steps of its actor before a failed one."""
+    period, at = divmod(error.round, net.period)
+    steps = net.actors[error.actor]
+    return period * len(steps) + next(i for i, s in enumerate(steps) if (s.label, s.round) == (error.label, at))
 
 
 def _check_places(net: Network, here: Sequence[int], ports: Mapping[int, Port]) -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
 from itertools import count
 from queue import Empty, SimpleQueue
 from time import perf_counter
@@ -55,33 +56,44 @@ class Link(Connection):
         """Networks that this process has closed. A number never comes again."""
         self._inboxes: dict[str, _Inbox] = {}
         self._clocks = count()
-        self._to_pack: SimpleQueue[Callable[[], Frame] | None] | None = None
+        self._to_pack: SimpleQueue[tuple[Callable[[], Frame], Hashable] | None] | None = None
+        self._unpacked = Counter[Hashable]()
         self._packer = threading.Thread()
         self.start()
 
     # -- sending
 
-    def send_when_packed(self, make: Callable[[], Frame]) -> None:
+    def send_when_packed(self, make: Callable[[], Frame], name: Hashable = None) -> None:
         """Send a frame that is not computed yet. `make` waits for a device, in a thread of the link; if that fails,
-        it returns a frame that says so."""
+        it returns a frame that says so. `name`: for `is_packing`."""
         with self._sending:
             if self._leaving:
                 return
             if self._to_pack is None:
                 self._to_pack = SimpleQueue()
-                name = f"shardc link {self.me}-{self.peer} packs"
-                self._packer = threading.Thread(target=self._pack, args=(self._to_pack,), name=name, daemon=True)
+                thread = f"shardc link {self.me}-{self.peer} packs"
+                self._packer = threading.Thread(target=self._pack, args=(self._to_pack,), name=thread, daemon=True)
                 self._packer.start()
-            self._to_pack.put(make)
+            self._unpacked[name] += 1
+            self._to_pack.put((make, name))
 
-    def _pack(self, queue: SimpleQueue[Callable[[], Frame] | None]) -> None:
-        while (make := queue.get()) is not None:
+    def is_packing(self, name: Hashable) -> bool:
+        """Whether a frame of this name has not been sent yet: one that is sent now would overtake it."""
+        return name in self._unpacked
+
+    def _pack(self, queue: SimpleQueue[tuple[Callable[[], Frame], Hashable] | None]) -> None:
+        while (asked := queue.get()) is not None:
+            make, name = asked
             if self.lost is None:
                 try:
                     self.send(make())
                 except Exception as error:  # noqa: BLE001 - without this frame the peer would wait for ever
                     self._lose(f"a value for it cannot be sent: {type(error).__name__}: {error}")
-            del make
+            del make, asked
+            with self._sending:
+                self._unpacked[name] -= 1
+                if not self._unpacked[name]:
+                    del self._unpacked[name]
 
     def _finish_sending(self) -> None:
         if self._to_pack is not None:

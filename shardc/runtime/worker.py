@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 from shardc.errors import PipelineError, PipelineTaskError
 from shardc.runtime.actor import Actor, Message, Network, Span, Step
 from shardc.runtime.mailbox import ALL_RUNS, Mailbox, Port, stop_all
-from shardc.runtime.window import LaunchWindow
+from shardc.runtime.window import Launched, LaunchWindow
 
 Transport: TypeAlias = Callable[[Any], Any]
 
@@ -37,7 +37,8 @@ class Task:
 
 
 class RoundsEnded(Exception):
-    """Raised by a task whose source has no more: the run ends as if it had been asked for fewer rounds.
+    """Raised by a task whose source has no more, before it changes its list of values: the run ends as if it had been
+    asked for fewer rounds. Actors that are ahead stay where they are.
 
     Attributes:
       rounds: the rounds that are complete.
@@ -56,13 +57,14 @@ class RunOrder:
       run: number of the run.
       record: whether to keep spans.
       rounds: None: one period.
-      first: the values of `net.first_messages()`, by message in order.
+      first: the values of `net.first_messages()` for the actors of the thread, each message's in order. The thread
+        empties it.
     """
 
     run: int
     record: bool = False
     rounds: int | None = None
-    first: Mapping[Message, Sequence[Any]] = field(default_factory=dict[Message, Sequence[Any]])
+    first: dict[Message, list[Any]] = field(default_factory=dict[Message, list[Any]])
 
 
 class _ActorState:
@@ -87,6 +89,11 @@ class _ActorState:
         self.actor.credit(channel, value)
         self.changed = True
 
+    @property
+    def unfinished(self) -> bool:
+        """Whether it has steps to run, or its next run lacks messages that this one gives."""
+        return self.actor.step is not None or bool(self.actor.owed())
+
     def must_wait(self, task: Task) -> bool:
         """Whether launched steps have to finish before `task`, the actor's next."""
         w = self.window
@@ -98,14 +105,15 @@ class _StepRoute:
     """A step and the destinations of its messages and registers: actors of the same thread, or ports.
 
     Attributes:
-      who: label and source.
+      label, round: of the step.
       moves: (position, transport) of the given values that have a transport.
       sends: (taker, message) for each given message.
       returns: (giver, channel) for each taken message of a bounded channel: its register goes back to the giver.
     """
 
     task: Task
-    who: tuple[Hashable, str]
+    label: Hashable
+    round: int
     moves: Sequence[tuple[int, Transport]]
     sends: Sequence[tuple[_ActorState | Port, Message]]
     returns: Sequence[tuple[_ActorState | Port, int]]
@@ -145,10 +153,17 @@ class Worker:
         self.orders: SimpleQueue[RunOrder | None] = SimpleQueue()
         self.thread = threading.Thread()
         self.done = 0
-        """The last run that ended; `spans`, `failures` (with their times) and `stopped` are its outcome."""
+        """The last run that ended; `spans`, `failures` (with their times), `stopped`, `rounds` and `left` are its
+        outcome."""
         self.spans: list[Span] = []
         self.failures: list[tuple[float, PipelineTaskError]] = []
         self.stopped = False
+        self.ended = False
+        """Whether a task has raised `RoundsEnded`."""
+        self.rounds = 0
+        """The rounds after which the run ended."""
+        self.left: dict[Message, list[Any]] = {}
+        """The messages that no step has taken, in order."""
         self.abandoned = False
         """Whether the executor has given up waiting for the current run."""
         self.fired = 0
@@ -170,7 +185,7 @@ class Worker:
         channels = self._net.channels
         moves = [(i, self._moves[c]) for i, (c, _) in enumerate(step.gives)]
         return _StepRoute(
-            task, (step.label, task.source), [(i, move) for i, move in moves if move is not None],
+            task, step.label, step.round, [(i, move) for i, move in moves if move is not None],
             [(self._at(channels[m[0]].target), m) for m in step.gives],
             [(self._at(channels[c].source), c) for c, _ in step.takes if channels[c].registers is not None],
         )  # fmt: skip
@@ -185,6 +200,10 @@ class Worker:
     def credit(self, channel: int, value: Any) -> None:
         """Pass a credit from the mailbox to its actor."""
         self._here[self._net.channels[channel].source].credit(channel, value)
+
+    def takes(self, message: Message) -> bool:
+        """Whether an actor of this thread takes a message."""
+        return self._net.channels[message[0]].target in self._here
 
     def start(self, name: str) -> None:
         self.thread = threading.Thread(target=self.loop, name=name, daemon=True)
@@ -207,34 +226,20 @@ class Worker:
 
     def end(self, rounds: int) -> None:
         """End the current run after fewer rounds."""
-        for state in self._here.values():
-            state.actor.run_until(min(rounds, state.actor.rounds))
-
-    def take_left(self, run: int) -> dict[Message, list[Any]]:
-        """The messages of delayed channels that a run has left. For another thread, once the run has ended in all."""
-        left: dict[Message, list[Any]] = {}
-        while not self.mailbox.empty:
-            self.mailbox.feed(run, self)
+        self.ended = True
         for state in self._states:
-            left |= state.actor.arrived()
-            state.rewind()
-        return left
+            state.actor.run_until(min(rounds, state.actor.rounds))
 
     def _run(self, order: RunOrder) -> None:
         run, record = order.run, order.record
-        self.spans, self.failures, self.stopped, self.waits = [], [], False, []
-        for state in self._states:
-            state.rewind(order.rounds)
-        for message, values in order.first.items():
-            if self._net.channels[message[0]].target in self._here:
-                for value in values:
-                    self.deliver(message, value)
-        del order
-        self.mailbox.open(run, self)
-        left = [p for p in self._states if p.actor.step is not None]
-        while left and not self.failures:
+        self._begin(order)
+        left = self._states
+        while not self.failures:
             while not self.mailbox.empty:
                 self.mailbox.feed(run, self)
+            left = [p for p in left if p.unfinished]
+            if not left:
+                break
             if self.mailbox.why_stopped(run) is not None:
                 self.stopped = True
                 self.waits = [self._wait_text(p) for p in left]
@@ -245,11 +250,28 @@ class Worker:
                     ran |= self._advance(state, run, record, wait=False)
             if not ran and not self.failures:
                 self._wait(left, run, record)
-            left = [p for p in left if p.actor.step is not None]
+        self._finish()
+
+    def _begin(self, order: RunOrder) -> None:
+        self.spans, self.failures, self.stopped, self.waits, self.left = [], [], False, [], {}
+        self.ended = False
+        for state in self._states:
+            state.rewind(order.rounds)
+        while order.first:
+            message, values = order.first.popitem()
+            values.reverse()
+            while values:
+                self.deliver(message, values.pop())
+        self.mailbox.open(order.run, self)
+
+    def _finish(self) -> None:
+        self.rounds = min((p.actor.rounds for p in self._states), default=0)
         for state in self._states:
             if self.stopped or self.failures:
                 self._drain(state)
-                state.rewind()  # of the messages that it has left
+            else:
+                self.left |= state.actor.arrived()
+            state.actor.drop()
 
     def _wait(self, states: Sequence[_ActorState], run: int, record: bool) -> None:
         """Wait until one of these stuck actors may go on: for a launched step, else for a message or credit."""
@@ -282,10 +304,10 @@ class Worker:
         """What an actor waits for: `rank 0 at 3B2 for message 2 of "gradient 1->0"`."""
         step = state.actor.step
         channels, (messages, full) = self._net.channels, state.actor.missing()
-        assert step is not None
         parts = [f'message {key} of "{channels[c].name}"' for c, key in messages]
         parts += [f'a free register of "{channels[c].name}"' for c in full]
-        return f"rank {state.number} at {step.label}" + (f" for {' and '.join(parts)}" if parts else "")
+        place = "its end" if step is None else step.label
+        return f"{self._net.name(state.number, 'rank')} at {place}" + (f" for {' and '.join(parts)}" if parts else "")
 
     def stuck(self) -> list[tuple[int, Hashable, list[int]]]:
         """For each unfinished actor its number, its next step and the actors that it waits for.
@@ -298,40 +320,44 @@ class Worker:
     def _advance(self, state: _ActorState, run: int, record: bool, wait: bool) -> bool:
         """Run an actor's next step if it can begin. Returns whether it ran. `wait`: wait for earlier steps to end."""
         actor = state.actor
-        route = state.routes[actor.position]
-        task = route.task
-        label, source, at = *route.who, actor.round
-        if self.failures:
+        if self.failures or actor.step is None:
             return False
+        route, failing = state.routes[actor.position], None
+        task, at = route.task, actor.period * self._net.period + route.round
         try:
             if not state.prepared:
                 state.prepared = True
                 if task.prepare is not None:
-                    task.prepare(label)
+                    task.prepare(route.label)
             state.changed = actor.ready()
             while state.changed and state.must_wait(task):
                 assert state.window is not None
                 state.changed = wait or state.window.may_go_on
                 if state.changed:
-                    label, source, at = state.window.oldest
+                    failing = state.window.oldest
                     state.window.make_room()
+            failing = None
             if not state.changed:
                 return False
-            label, source, at = *route.who, actor.round
             begin = perf_counter()
             end = self._launch(state, route, run, at)
         except RoundsEnded as ended:
-            for port in self._ports.values():
-                port.end(run, ended.rounds)
+            self._end_all(run, max(0, min(ended.rounds, at)))
             return False
         except BaseException as error:  # noqa: BLE001 - SystemExit too: the thread must survive
-            self._fail(run, _task_error(error, state.number, label, source, at))
+            self._fail(run, self._task_error(error, state, failing or (route.label, task.source, at)))
             return False
         state.prepared = False
         self.fired += 1
         if record:
-            self.spans.append(Span(state.number, label, begin, end, at))
+            self.spans.append(Span(state.number, route.label, begin, end, at))
         return True
+
+    def _end_all(self, run: int, rounds: int) -> None:
+        """End a run after fewer rounds, in all actors. Those of this thread first: the task is not to be run again."""
+        self.end(rounds)
+        for port in self._ports.values():
+            port.end(run, rounds)
 
     def _fail(self, run: int, failure: PipelineTaskError) -> None:
         """Record a failure and stop all actors. Other actors get only its text: the exception would keep the frames of
@@ -343,13 +369,36 @@ class Worker:
         """Wait for the launched steps of a failed run. One of them may be the first cause."""
         earlier = None if state.window is None else state.window.drain()
         if earlier is not None:
-            (label, source, at), error = earlier
-            self.failures.append((float("inf"), _task_error(error, state.number, label, source, at)))
+            step, error = earlier
+            self.failures.append((float("inf"), self._task_error(error, state, step)))
+
+    def _task_error(self, error: BaseException, state: _ActorState, step: Launched) -> PipelineTaskError:
+        """The error of a failed task, without the runtime's frames: they would keep values alive with the error."""
+        trace = error.__traceback__
+        while trace is not None and trace.tb_frame.f_globals.get("__package__") == __package__:
+            trace = trace.tb_next
+        label, source, at = step
+        where = f" of round {at}" if state.actor.rounds > 1 else ""
+        where += f" ({source})" if source else ""
+        failure = PipelineTaskError(
+            f"{self._net.name(state.number)} failed in {label}{where}: {type(error).__name__}: {error}\n"
+            f"All actors of the {self._net.kind} have stopped; it can be run again.",
+            state.number,
+            label,
+            source,
+            at,
+        )
+        failure.__cause__ = error.with_traceback(trace)
+        return failure
 
     def _launch(self, state: _ActorState, route: _StepRoute, run: int, at: int) -> float:
         """Run a step. Returns its end, read before the registers go back: their next users start later."""
-        values, _ = state.actor.fire()
-        given = route.task.run(values)
+        values, held = state.actor.fire()
+        try:
+            given = route.task.run(values)
+        except RoundsEnded:
+            state.actor.take_back(values, held)
+            raise
         del values  # frees the taken registers
         count = len(route.sends)
         if len(given) < count:
@@ -358,7 +407,7 @@ class Worker:
         for i, move in route.moves:
             given[i] = move(given[i])
         if state.window is not None:
-            state.window.add((*route.who, at), given, tokens)
+            state.window.add((route.label, route.task.source, at), given, tokens)
         given.reverse()
         for reader, message in route.sends:  # keep no reference: the taker may finish before this thread continues
             if isinstance(reader, _ActorState):
@@ -376,21 +425,3 @@ class Worker:
 
 def _since(state: _ActorState) -> float:
     return 0.0 if state.window is None else state.window.since
-
-
-def _task_error(error: BaseException, actor: int, label: Hashable, source: str, at: int) -> PipelineTaskError:
-    """The error of a failed task, without the runtime's frames: they would keep values alive with the error."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_frame.f_globals.get("__package__") == __package__:
-        trace = trace.tb_next
-    where = f" ({source})" if source else ""
-    failure = PipelineTaskError(
-        f"actor {actor} failed in {label}{where}: {type(error).__name__}: {error}\n"
-        "All actors of the pipeline have stopped; it can be run again.",
-        actor,
-        label,
-        source,
-        at,
-    )
-    failure.__cause__ = error.with_traceback(trace)
-    return failure

@@ -1,7 +1,7 @@
 import pytest
 
 from shardc.runtime.actor import Actor, check_network
-from tests.runtime.networks import build
+from tests.runtime.networks import build, looped, two_rates
 
 
 def test_fires_when_messages_and_registers_are_there():
@@ -82,3 +82,119 @@ def test_a_channel_that_is_not_there():
 def test_other_registers():
     net = build([[]], {"c": (0, 0, 1), "d": (0, 0)})
     assert [c.registers for c in net.with_registers([None, 4]).channels] == [None, 4]
+
+
+# ---- rounds
+
+
+@pytest.mark.parametrize(("delay", "first"), [(0, 0), (1, 1), (3, 3)])
+def test_what_is_there_when_a_run_begins(delay, first):
+    net = build([[("x", "", "c.0"), ("y", "c.0", "")]], {"c": (0, 0, 4, 0, delay)})
+    assert net.first_messages() == [(0, "0")] * first
+    actor = Actor(net, 0, free=0)
+    assert len(actor.free_registers()) == 4 - first
+
+
+def test_rates_of_two_and_three():
+    net = two_rates(delay=2)
+    assert check_network(net) == []
+    assert net.first_messages() == [(0, "0")]  # in round 0 `t` takes what `g` gave in round -2; in round 3 nothing
+    assert two_rates(delay=0).first_messages() == []
+    late = build([[(f"t{r}", f"c.{r}", "", r) for r in range(3)], [(f"g{r}", "", f"c.{r}", r) for r in range(3)]],
+                 {"c": (1, 0, 9, 0, 6)}, period=3)  # fmt: skip
+    assert late.first_messages() == [(0, "0"), (0, "1"), (0, "2"), (0, "0"), (0, "1"), (0, "2")]
+
+
+def test_an_actor_runs_rounds():
+    actor = Actor(two_rates(delay=0), 0, free=None, rounds=9)
+    seen = []
+    while actor.step is not None:
+        seen.append((actor.step.label, actor.round, actor.period, actor.position, actor.fired))
+        for message in actor.step.takes:
+            actor.deliver(message, None)
+        actor.fire()
+    assert seen == [("g0", 0, 0, 0, 0), ("g2", 2, 0, 1, 1), ("g4", 4, 0, 2, 2), ("g0", 6, 1, 0, 3), ("g2", 8, 1, 1, 4)]
+    assert actor.round == actor.rounds == 9
+    actor.run_until(11)
+    assert (actor.step.label, actor.round) == ("g4", 10)
+    actor.run_until(3)  # it is ahead
+    assert actor.step is None
+
+
+def test_messages_of_one_key_come_in_their_order():
+    net = build([[("x", "", "c.0"), ("y", "c.0", "")]], {"c": (0, 0, None, 0, 3)})
+    actor = Actor(net, 0, free=None, rounds=3)
+    for value in "abc":
+        actor.deliver((0, "0"), value)
+    taken = []
+    for given in "def":
+        assert actor.fire() == ([], [])
+        actor.deliver((0, "0"), given)
+        taken += actor.fire()[0]
+    assert taken == ["a", "b", "c"]
+    assert actor.arrived() == {(0, "0"): ["d", "e", "f"]} and actor.step is None
+    actor.drop()
+    assert actor.arrived() == {}
+
+
+def test_what_an_actor_is_owed_at_its_end():
+    """After 5 rounds what was given in round 4 is not taken: `t` takes it in round 6."""
+    actor = Actor(two_rates(delay=2), 1, free=None, rounds=5)
+    actor.deliver((0, "0"), "of round -2")
+    assert actor.fire() == (["of round -2"], []) and actor.fire() == ([], [])
+    assert actor.step is None
+    assert actor.owed() == [(0, "0")] and actor.missing() == ([(0, "0")], [])
+    actor.deliver((0, "0"), "of round 4")
+    assert actor.owed() == [] and actor.arrived() == {(0, "0"): ["of round 4"]}
+    actor.run_until(3)
+    actor.drop()
+    assert actor.owed() == []
+
+
+def test_a_step_is_taken_back():
+    net = looped(2)
+    actor = Actor(net, 0, free="free", rounds=5)
+    for value in "ab":
+        actor.deliver((0, "0"), value)
+    assert actor.ready()
+    fired = actor.fire()
+    actor.take_back(*fired)
+    assert (actor.period, actor.position, actor.fired, actor.round) == (0, 0, 0, 0)
+    assert actor.arrived() == {(0, "0"): ["a", "b"]}
+    assert actor.ready() and actor.fire() == fired == (["a"], ["free"])
+
+
+@pytest.mark.parametrize(
+    ("net", "wrong"),
+    [
+        (
+            looped(2, registers=1),
+            'channel 0 "c" has 1 registers, and 2 messages between two rounds: it needs at least 2.',
+        ),
+        (looped(-1, registers=1), 'channel 0 "c" has a delay of -1 rounds; it has to be 0 or more.'),
+        (build([[]], {}, period=0), "the period is 0 rounds; it has to be at least 1."),
+        (
+            build([[("x", "", "", 1), ("y", "", "", 0)]], {}, period=2),
+            "actor 0 has steps of rounds 0 to 1; they have to be in order, from 0 to 1.",
+        ),
+        (
+            build([[("x", "", "", 2)]], {}, period=2, names=("learner",)),
+            "learner has steps of rounds 2 to 2; they have to be in order, from 0 to 1.",
+        ),
+        (
+            build([[("x", "", "c.0", 1)], [("y", "c.0", "", 0)]], {"c": (0, 1, 9, 0, 2)}, period=2),
+            "message '0' of \"c\" is given in round 1 and taken in round 0 of 2; its channel has a delay of 2 rounds.",
+        ),
+        (  # it needs one register when a run begins, but three before round 1, where a run may end
+            build(
+                [[(f"x{k}", "", f"c.{k}", 0) for k in range(3)], [(f"y{k}", f"c.{k}", "", 1) for k in range(3)]],
+                {"c": (0, 1, 2, 0, 1)},
+                period=3,
+            ),
+            'channel 0 "c" has 2 registers, and 3 messages between two rounds: it needs at least 3.',
+        ),
+    ],
+    ids=["too few registers", "delay", "period", "order", "round", "late", "within a period"],
+)  # fmt: skip
+def test_what_is_wrong_with_a_periodic_network(net, wrong):
+    assert check_network(net) == [wrong]

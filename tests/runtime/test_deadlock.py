@@ -3,8 +3,8 @@ import random
 import pytest
 
 from shardc.errors import PipelineError
-from shardc.runtime.deadlock import find_deadlock
-from tests.runtime.networks import build, random_network, where_it_stops
+from shardc.runtime.deadlock import find_deadlock, run_without_time
+from tests.runtime.networks import build, looped, random_network, where_it_stops
 
 
 def test_two_orders_that_contradict_each_other():
@@ -93,6 +93,54 @@ def test_no_network():
         "  actor 0, y, takes message '1' of \"c\", which no step gives.\n"
         "  actor 0, x, gives message '0' of \"c\", which no step takes."
     )
+
+
+# ---- rounds
+
+
+@pytest.mark.parametrize("rounds", [None, 1, 2, 10, 1000])
+def test_a_loop_with_a_delay_goes_on(rounds):
+    for delay in (1, 3):
+        net = looped(delay)
+        assert find_deadlock(net) is None
+        assert [a.fired for a in run_without_time(net, rounds)] == [rounds or 1] * 2
+
+
+def test_a_loop_without_a_delay_is_told_with_names():
+    deadlock = find_deadlock(looped(0))
+    assert str(deadlock) == (
+        "The flow deadlocks: actor and learner wait for each other; 2 of 2 actors never end.\n"
+        "  actor is at a and waits for message '0' of \"c\", which learner gives in b, where it is stuck.\n"
+        "  learner is at b and waits for message '0' of \"d\", which actor gives in a, where it is stuck.\n"
+        "Order of the actions; [brackets] mark the stuck ones, actions before them are done:\n"
+        "  actor   | [a]\n"
+        "  learner | [b]\n"
+        "No number of registers helps: change the order, so that the awaited messages come first."
+    )
+
+
+def test_a_register_that_holds_a_message_of_the_next_period():
+    """The reader gets ahead by its own copy of round -1; the only register then holds that of round 0."""
+    net = build(
+        [[("read", "", "c.0"), ("go", "", "e.0")], [("wait", "e.0", ""), ("take", "c.0", "")]],
+        {"c": (0, 1, 1, 0, 1), "e": (0, 1, 1)},
+        names=("reader", "trainer"),
+    )
+    assert (
+        "reader is at read and waits for a register of \"c\": its only one holds message '0'; "
+        "trainer takes the first in take, 1 step after wait."
+    ) in str(find_deadlock(net))
+    assert find_deadlock(net.with_registers([2, 1])) is None
+
+
+def test_one_name_that_waits_for_itself():
+    net = build([[("x", "", "c.0 c.1"), ("y", "c.0 c.1", "")]], {"c": (0, 0, 1)}, names=("server",), kind="flow")
+    assert str(find_deadlock(net)).startswith("The flow deadlocks: server waits for itself; 1 of 1 actors never end.")
+
+
+def test_too_few_registers_for_a_delay():
+    with pytest.raises(PipelineError, match="has 2 registers, and 3 messages between two rounds: it needs at least 3"):
+        find_deadlock(looped(3, registers=2))
 
 
 def check_against_brute_force(seed, **size):

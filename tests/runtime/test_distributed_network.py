@@ -8,10 +8,10 @@ import weakref
 import numpy as np
 import pytest
 
-from shardc.errors import ClusterError, PeerLostError, PipelineError, PipelineTaskError
+from shardc.errors import ClusterError, PeerLostError, PipelineError, PipelineTaskError, ShardcError
 from shardc.runtime.actor import Channel, Network, Step
 from shardc.runtime.connection import Frame, FrameKind
-from shardc.runtime.executor import Task
+from shardc.runtime.executor import RoundsEnded, Task
 from tests.runtime.codec import Codec
 from tests.runtime.peers import Side, link_pair, links_of, sides_of, together, until
 from tests.runtime.roles import chain
@@ -647,3 +647,267 @@ def test_a_link_of_its_own():
         for s in sides:
             s.close()
         assert not a._receivers and not b._receivers
+
+
+# ---- rounds
+
+
+def loop_of(delay, registers=4):
+    """`a` takes what `b` gave some rounds ago; `b` takes what `a` gives in its round."""
+    return Network(
+        ((Step("a", ((0, 0),), ((1, 0),)),), (Step("b", ((1, 0),), ((0, 0),)),)),
+        (Channel("c", 1, 0, registers, delay=delay), Channel("d", 0, 1, registers)),
+    )
+
+
+def ones(*values):
+    return [np.full(3, float(v)) for v in values]
+
+
+def run_rounds(sides, rounds, firsts):
+    together(*(lambda s=s, f=f: s.executor.run(rounds=rounds, first=f) for s, f in zip(sides, firsts, strict=True)))
+
+
+@pytest.mark.parametrize("ready", [True, False])
+@pytest.mark.parametrize("delay", [1, 3])
+def test_rounds_of_a_delayed_channel(delay, ready):
+    """Each process has what its own actors begin with and leave; a run goes on from that."""
+    net, seen = loop_of(delay), []
+
+    def run(label, values):
+        if label == "a":
+            seen.append(values[0][0])
+        return 2 * values[0] if label == "a" else values[0] + 1
+
+    taken = [float(i) for i in range(delay)]
+    for _ in range(24):
+        taken.append(2 * taken[-delay] + 1)
+    first = {(0, 0): ones(*range(delay))}
+    with sides_of(net, [[0], [1]], tasks_of(net, run), codec=Codec(ready)) as sides:
+        run_rounds(sides, 8, [first, first])  # what is not for its actors is ignored
+        run_rounds(sides, 16, [sides[0].executor.left, {}])
+        assert seen == taken[:24]
+        assert [v[0] for v in sides[0].executor.left[0, 0]] == taken[24 : 24 + delay]
+        assert sides[1].executor.left == {}
+        for s in sides:
+            s.spread.forget(2)
+            assert not s.spread._parts and not s.spread._credits and not s.spread._joining
+
+
+@pytest.mark.parametrize("ready", [True, False])
+def test_what_is_left_comes_after_the_taker_has_run_its_rounds(ready):
+    net, ended, both = loop_of(2), [], {(0, 0): ones(1, 2)}
+
+    def run(label, values):
+        if label == "b" and len(ended) == 3:
+            time.sleep(0.3)
+        if label == "a":
+            ended.append(time.monotonic())
+        return values[0] + 10
+
+    with sides_of(net, [[0], [1]], tasks_of(net, run), codec=Codec(ready)) as sides:
+        run_rounds(sides, 3, [both, {}])
+        assert time.monotonic() - ended[-1] > 0.25
+        assert [v[0] for v in sides[0].executor.left[0, 0]] == [22, 21 + 20]
+
+
+def test_who_waits_for_what_is_left_says_so():
+    net = Network(
+        ((Step("a", ((0, 0),)),), (Step("b", (), ((0, 0),)),)), (Channel("c", 1, 0, 4, delay=1),), names=("old", "new")
+    )
+    with sides_of(net, [[0], [1]], tasks_of(net, lambda *_: None), patience=0.3) as sides:
+        with pytest.raises(PipelineError) as error:
+            within(10, lambda: sides[0].executor.run(rounds=1, first={(0, 0): ones(1)}))
+        assert str(error.value).endswith('\n  waited: old at its end for message 0 of "c"')
+
+
+def test_a_failure_reaches_who_waits_for_what_is_left():
+    net = Network(
+        ((Step("a", ((0, 0),)),), (Step("b", (), ((0, 0),)),)), (Channel("c", 1, 0, 4, delay=2),), names=("old", "new")
+    )
+    turns = []
+
+    def run(label, values):
+        if label == "b":
+            turns.append(time.sleep(0.1))
+            if len(turns) == 2:
+                raise ValueError("broken")
+        return np.ones(3)
+
+    with sides_of(net, [[0], [1]], tasks_of(net, run)) as sides:
+        errors = []
+
+        def go(side, first):
+            with pytest.raises(ShardcError) as error:
+                side.executor.run(rounds=2, first=first)
+            errors.append(str(error.value))
+
+        together(lambda: go(sides[0], {(0, 0): ones(1, 2)}), lambda: go(sides[1], {}))
+        assert all("new failed in b of round 1 (model.py:1): ValueError: broken" in e for e in errors)
+        run_rounds(sides, 2, [{(0, 0): ones(1, 2)}, {}])
+
+
+class Slow(Codec):
+    """The first value of each four is not ready, and takes long to pack."""
+
+    def is_ready(self, value):
+        return value[0] % 4 != 0
+
+    def pack(self, channel, peer, value):
+        if not self.is_ready(value):
+            time.sleep(0.02)
+        return super().pack(channel, peer, value)
+
+
+def test_what_is_ready_does_not_overtake_earlier_rounds():
+    net = Network(((Step("give", (), ((0, 5),)),), (Step("take", ((0, 5),)),)), (Channel("c", 0, 1, 6),))
+    given, taken = [], []
+
+    def run(label, values):
+        if label == "take":
+            taken.append(values[0][0])
+            return None
+        given.append(len(given))
+        return np.full(3, float(given[-1]))
+
+    with sides_of(net, [[0], [1]], tasks_of(net, run), codec=Slow()) as sides:
+        run_rounds(sides, 24, [{}, {}])
+        assert taken == given == list(range(24))
+        until(lambda: not any(link._unpacked for s in sides for link in s.spread.links.values()))
+
+
+@pytest.mark.parametrize("places", [[[0, 1], [2]], [[0, 1, 2], [3, 4]], [[0], [1, 2]]])
+def test_an_island_gives_and_takes_rounds(places):
+    """Several messages of one key are on the way at once, and each process is at its own one."""
+    net = Network(((Step("give", (), ((0, 0),)),), (Step("take", ((0, 0),)),)), (Channel("c", 0, 1, 5, delay=2),))
+    seen, most = {p: [] for p in places[1]}, []
+    givers = places[0]
+    first = {(0, 0): [np.zeros((2 * len(givers), 3))] * 2}
+
+    def tasks(process):
+        count = iter(range(100))
+
+        def run(values):
+            if process in seen:
+                time.sleep(0.001 * (process % 2))
+                seen[process].append(values[0][:, 0].tolist())
+                return []
+            time.sleep(0.002 * (process % 2))
+            if process == 0:
+                most.append(max(len(q) for s in sides for parts in s.spread._parts.values() for q in parts.values())
+                            if any(s.spread._parts for s in sides) else 0)  # fmt: skip
+            return [rows_of(10 * next(count) + process)]
+
+        return lambda label: Task(run)
+
+    with sides_of(net, places, tasks) as sides:
+        run_rounds(sides, 30, [first if p in seen else {} for p in range(len(sides))])
+        right = [[10.0 * j + p for p in givers for _ in range(2)] for j in range(30)]
+        zeros = [[0.0] * 2 * len(givers)] * 2
+        for p, values in seen.items():
+            assert values == zeros + right[:28]
+            assert [v[:, 0].tolist() for v in sides[p].executor.left[0, 0]] == right[28:]
+        assert not any(s.spread._parts or s.spread._joining for s in sides)
+    assert len(givers) == 1 or max(most) > 1
+
+
+def test_parts_are_joined_in_order():
+    """The second message is complete in another thread while the first one is unpacked."""
+    net = Network(((Step("give", (), ((0, 0),)),), (Step("take", ((0, 0),)),)), (Channel("c", 0, 1, 5),))
+    first, second = threading.Event(), threading.Event()
+
+    class Waits(Codec):
+        def unpack(self, channel, parts):
+            value = super().unpack(channel, parts)
+            if value[0] == 0:
+                first.set()
+                second.wait(5)
+            return value
+
+    def part(j):
+        return Frame(FrameKind.MESSAGE, 7, 1, 0, 0, *Codec().pack(0, 2, np.full(3, float(j))))
+
+    seen = []
+    tasks = lambda process: lambda label: Task(lambda values: seen.append(values[0][0]) or [])  # noqa: E731
+    with sides_of(net, [[0, 1], [2]], tasks, codec=Waits()) as sides:
+        spread = sides[2].spread
+
+        def of_one():
+            spread.receive(0, part(0))
+
+        def of_other():
+            assert first.wait(5)
+            spread.receive(0, part(1))
+            spread.receive(1, part(1))
+            second.set()
+
+        spread.receive(1, part(0))
+        together(of_one, of_other, lambda: sides[2].executor.run(rounds=2))
+    assert seen == [0.0, 1.0]
+
+
+@pytest.mark.parametrize("without", [(), ((0, 2),)], ids=["all links", "one by one"])
+def test_a_source_ends_the_run_in_all_processes(without):
+    """The source in process 0, who takes from it in 1, and one in 2 that needs nobody."""
+    net = Network(
+        ((Step("read", (), ((0, 0),)),), (Step("train", ((0, 0), (1, 0)), ((1, 0),)),), (Step("log"),)),
+        (Channel("c", 0, 1, 2), Channel("state", 1, 1, 2, delay=1)),
+    )
+    counts = dict.fromkeys(("read", "train", "log"), 0)
+
+    def run(label, values):
+        if label == "read" and counts["read"] == 5:
+            raise RoundsEnded(5)
+        if label == "log":
+            time.sleep(0.001)
+        counts[label] += 1
+        return sum(values, np.ones(3))
+
+    with sides_of(net, [[0], [1], [2]], tasks_of(net, run), without=without) as sides:
+        run_rounds(sides, 10_000, [{}, {(1, 0): ones(0)}, {}])
+        assert [s.executor.rounds for s in sides] == [5, 5, 5]
+        assert counts["read"] == counts["train"] == 5 and counts["log"] < 5000
+        assert [v[0] for v in sides[1].executor.left[1, 0]] == [10.0]
+        counts["read"] = 0
+        run_rounds(sides, 3, [{}, sides[1].executor.left, {}])
+        assert [s.executor.rounds for s in sides] == [3, 3, 3]
+        assert [v[0] for v in sides[1].executor.left[1, 0]] == [16.0]
+        for s in sides:
+            assert s.spread._ends == {1: 5}
+            s.spread.forget(2)
+            assert s.spread._ends == {}
+
+
+def test_several_sources_of_which_one_ends():
+    """The second source is ahead in its process: what it gave to rounds that are not run is let go."""
+    net = Network(
+        ((Step("x", (), ((0, 0),)),), (Step("y", (), ((1, 0),)),), (Step("join", ((0, 0), (1, 0)), ((2, 0),)),),
+         (Step("end", ((2, 0),)),)),
+        (Channel("c", 0, 2, 2), Channel("d", 1, 2, 6), Channel("late", 2, 3, 4, delay=1)),
+    )  # fmt: skip
+    counts, refs, enough = dict.fromkeys("xyje", 0), [], threading.Event()
+
+    class Weak(np.ndarray):
+        pass
+
+    def run(label, values):
+        if label == "x" and counts["x"] == 4:
+            enough.wait(5)
+            raise RoundsEnded(4)
+        counts[label[0]] += 1
+        value = np.ones(3).view(Weak)
+        if label == "y":
+            refs.append(weakref.ref(value))
+            if counts["y"] == 10:
+                enough.set()
+        return value
+
+    with sides_of(net, [[0], [1], [2], [3]], tasks_of(net, run)) as sides:
+        for _ in range(2):
+            counts.update(x=0, y=0)
+            enough.clear()
+            run_rounds(sides, 1000, [{}, {}, {}, {(2, 0): ones(5)}])
+            assert [s.executor.rounds for s in sides] == [4] * 4
+            assert len(sides[3].executor.left.get((2, 0), [])) <= 1  # it is ahead if it was quicker than the end
+        gc.collect()
+        until(lambda: not any(r() is not None for r in refs))

@@ -11,8 +11,16 @@ import pytest
 
 from shardc.errors import PipelineError, PipelineTaskError, StepFailedError
 from shardc.runtime.actor import Network, Step
-from shardc.runtime.executor import Executor, LaunchLimit, ProcessShare, Task, Threads
-from tests.runtime.networks import build
+from shardc.runtime.executor import (
+    Executor,
+    LaunchLimit,
+    ProcessShare,
+    RoundsEnded,
+    Task,
+    Threads,
+    _is_before,
+)
+from tests.runtime.networks import build, looped, two_rates
 from tests.runtime.watchdog import actor_threads, within
 
 
@@ -666,3 +674,340 @@ def test_jitter_changes_no_value():
             within(5, executor.run)
         results.append(got)
     assert results[0] == results[1] == results[2] and len(results[0]) == 30
+
+
+# ---- rounds
+
+
+def of_loop(log=None):
+    """Tasks of `looped`: `a` doubles what it takes, `b` adds 1."""
+
+    def run(label, values):
+        if log is not None:
+            log.append((label, values[0]))
+        return [2 * values[0] if label == "a" else values[0] + 1]
+
+    return run
+
+
+@pytest.mark.parametrize("delay", [1, 3])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_delayed_value_is_that_of_rounds_ago(delay, threads):
+    net, log = looped(delay), []
+    first = list(range(10, 10 + delay))
+    with Executor(net, tasks_for(net, of_loop(log)), threads=Threads(threads)) as executor:
+        within(5, lambda: executor.run(rounds=8, first={(0, "0"): first}))
+        taken = list(first)
+        for _ in range(8):
+            taken.append(2 * taken[-delay] + 1)
+        assert [v for label, v in log if label == "a"] == taken[:8]
+        assert executor.left == {(0, "0"): taken[8:]} and executor.rounds == 8
+        within(5, lambda: executor.run(rounds=0, first=executor.left))
+        assert executor.left == {(0, "0"): taken[8:]} and executor.rounds == 0
+
+
+@pytest.mark.parametrize("delay", [1, 3])
+def test_two_runs_are_one(delay):
+    net, log = looped(delay), []
+    first = {(0, "0"): list(range(delay))}
+    with Executor(net, tasks_for(net, of_loop(log))) as executor:
+        within(5, lambda: executor.run(rounds=20, first=first))
+        at_once, left = list(log), executor.left
+        log.clear()
+        within(5, lambda: executor.run(rounds=10, first=first))
+        within(5, lambda: executor.run(rounds=10, first=executor.left))
+        assert [e for e in log if e[0] == "a"] == [e for e in at_once if e[0] == "a"]
+        assert executor.left == left
+
+
+def test_first_messages_that_no_round_takes_are_left():
+    net = looped(3)
+    with Executor(net, tasks_for(net, of_loop())) as executor:
+        within(5, lambda: executor.run(rounds=2, first={(0, "0"): [1, 2, 3]}))
+        assert executor.left == {(0, "0"): [3, 3, 5]}
+
+
+def test_rates_and_spans():
+    net, log = two_rates(delay=2), []
+    made = iter(range(100, 200))
+
+    def run(label, values):
+        log.append((label, *values))
+        return [next(made)] * len(steps(net)[label].gives) if label[0] == "g" else []
+
+    with Executor(net, tasks_for(net, run), threads=Threads(1)) as executor:
+        spans = within(5, lambda: executor.run(rounds=11, record=True, first={(0, "0"): ["first"]}))
+        # round 4 gives to round 6; what round 10 gives would be taken in round 12
+        assert [e for e in log if e[0][0] == "t"] == [("t0", "first"), ("t3",), ("t0", 102), ("t3",)]
+        assert [(s.label, s.round) for s in spans if s.actor == 0] == [
+            ("g0", 0), ("g2", 2), ("g4", 4), ("g0", 6), ("g2", 8), ("g4", 10)
+        ]  # fmt: skip
+        assert [(s.label, s.round) for s in spans if s.actor == 1] == [("t0", 0), ("t3", 3), ("t0", 6), ("t3", 9)]
+        assert list(executor.left) == [(0, "0")]
+        within(5, lambda: executor.run(rounds=3, first={(0, "0"): ["first"]}))
+        assert executor.left == {}
+
+
+def test_what_a_run_begins_with_is_asked_for():
+    net = looped(2)
+    with Executor(net, tasks_for(net, of_loop())) as executor:
+        for first, count in ((None, 0), ({(0, "0"): [1]}, 1), ({(0, "0"): [1, 2, 3]}, 3)):
+            with pytest.raises(PipelineError) as error:
+                executor.run(rounds=2, first=first)
+            assert f"first has {count} values of message '0' of \"c\"; a run begins with 2." in str(error.value)
+        with pytest.raises(PipelineError, match="rounds=-1; it has to be 0 or more"):
+            executor.run(rounds=-1, first={(0, "0"): [1, 2]})
+        within(5, lambda: executor.run(rounds=2, first={(0, "0"): [1, 2]}))
+
+
+@pytest.mark.parametrize("threads", [1, 2, None])
+def test_a_source_ends_the_run(threads):
+    """The reader ends before round 5; the logger, which needs nobody, is ahead or is not: it ends too."""
+    net = build(
+        [[("read", "s.0", "c.0 s.0")], [("train", "c.0 p.0", "p.0")], [("log", "", "")]],
+        {"c": (0, 1, 2), "s": (0, 0, 2, 0, 1), "p": (1, 1, 2, 0, 1)},
+    )
+    counts, started = dict.fromkeys(("read", "train", "log"), 0), []
+
+    def run(label, values):
+        if label == "read":
+            started.append(values[0])
+            if values[0] == 5:
+                raise RoundsEnded(5)
+            return [10 * values[0], values[0] + 1]
+        counts[label] += 1
+        return [sum(values)] if label == "train" else []
+
+    first = {(1, "0"): [0], (2, "0"): [1000]}
+    with Executor(net, tasks_for(net, run), threads=Threads(threads)) as executor:
+        within(5, lambda: executor.run(rounds=100_000, first=first))
+        assert executor.rounds == 5 and counts["train"] == 5 and counts["log"] >= 5
+        assert started == [0, 1, 2, 3, 4, 5]  # it is not asked again
+        assert executor.left == {(1, "0"): [5], (2, "0"): [1100]}  # the reader's state is taken back
+        within(5, lambda: executor.run(rounds=0, first=executor.left))
+        assert executor.left == {(1, "0"): [5], (2, "0"): [1100]}
+
+
+def test_what_an_actor_ahead_has_left():
+    """The fast source is ahead by its registers when the slow one ends: it leaves what it had then, and no more."""
+    net = build(
+        [[("fast", "f.0", "c.0 f.0 e.0")], [("slow", "", "d.0")], [("join", "c.0 d.0", "")], [("watch", "e.0", "")]],
+        {"c": (0, 2, 4), "f": (0, 0, 2, 0, 1), "d": (1, 2, 1), "e": (0, 3, 99, 0, 1)},
+    )
+    ahead = threading.Event()
+
+    def run(label, values):
+        if label == "fast":
+            if values[0] == 3:
+                ahead.set()
+            return ["to join", values[0] + 1, f"state {values[0]}"]
+        if label == "slow":
+            ahead.wait(5)
+            raise RoundsEnded(0)
+        return []
+
+    with Executor(net, tasks_for(net, run)) as executor:
+        within(5, lambda: executor.run(rounds=50, first={(1, "0"): [0], (3, "0"): ["first"]}))
+        assert executor.rounds == 0
+        assert {m: len(values) for m, values in executor.left.items()} in (
+            {(1, "0"): 1, (3, "0"): 1}, {(1, "0"): 1},  # `watch` is ahead or is not
+        )  # fmt: skip
+        assert executor.left[1, "0"] == [4]
+
+
+def test_who_says_more_rounds_than_there_were():
+    net = looped(1)
+
+    def run(label, values):
+        if label == "b" and values[0] > 10:
+            raise RoundsEnded(1000)
+        return of_loop()(label, values)
+
+    with Executor(net, tasks_for(net, run)) as executor:
+        within(5, lambda: executor.run(rounds=2000, first={(0, "0"): [1]}))
+        assert executor.rounds == 2
+
+
+def test_a_failure_in_round_7_says_so():
+    net, seen = looped(1), []
+
+    def run(label, values):
+        if label == "b":
+            seen.append(values)
+            if len(seen) == 8:
+                raise ValueError("broken")
+        return of_loop()(label, values)
+
+    first = {(0, "0"): [1]}
+    with Executor(net, tasks_for(net, run)) as executor:
+        with pytest.raises(PipelineTaskError) as caught:
+            within(5, lambda: executor.run(rounds=10, first=first))
+        assert str(caught.value) == (
+            "learner failed in b of round 7 (model.py:1): ValueError: broken\n"
+            "All actors of the flow have stopped; it can be run again."
+        )
+        error = caught.value
+        assert (error.actor, error.label, error.source, error.round) == (1, "b", "model.py:1", 7)
+        assert executor.left == {}
+        within(5, lambda: executor.run(rounds=10, first=first))
+
+
+def test_a_launched_step_that_fails_later_says_its_round():
+    """The device reports the step of round 8 when that of round 10 is to be launched."""
+    net, counts = two_rates(delay=0), dict.fromkeys(("g0", "g2", "g4", "t0", "t3"), 0)
+
+    def wait(tokens):
+        if tokens == ["g2", 2]:
+            raise FloatingPointError("nan")
+
+    def run(label, values):
+        counts[label] += 1
+        return [*(["x"] * len(steps(net)[label].gives)), label, counts[label]]
+
+    with Executor(net, tasks_for(net, run), threads=Threads(1), limit=LaunchLimit(1, wait)) as executor:
+        with pytest.raises(PipelineTaskError) as caught:
+            within(5, lambda: executor.run(rounds=600))
+        assert (caught.value.label, caught.value.round) == ("g2", 8)
+
+
+def test_the_first_cause_of_several_rounds():
+    """`a` of round 3 reads what `b` of round 2 gave, and is reported first."""
+    net, failed = looped(1), threading.Event()
+
+    def run(label, values):
+        x = values[0]
+        if label == "b" and x == 2:
+            return [-1]  # a broken value, which the device has not noticed yet
+        if label == "a" and x == -1:
+            failed.set()
+            raise ValueError("reads a broken value")
+        return [x + 1 if label == "b" else x]
+
+    def wait(values):
+        if any(v == -1 for v in values):
+            failed.wait(5)
+            raise FloatingPointError("nan")
+
+    tasks = {
+        label: Task(lambda values, run=task.run: [*(given := run(values)), *given]) for label, task in
+        tasks_for(net, run).items()
+    }  # fmt: skip
+    with Executor(net, tasks, limit=LaunchLimit(1, wait)) as executor:
+        with pytest.raises(PipelineTaskError) as caught:
+            within(5, lambda: executor.run(rounds=10, first={(0, "0"): [0]}))
+        assert (caught.value.label, caught.value.round) == ("b", 2)
+        assert caught.value.__notes__ == ["After it actor failed in a of round 3: ValueError: reads a broken value"]
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "before"),
+    [
+        (("b", 2), ("a", 3), True),
+        (("b", 3), ("a", 3), False),
+        (("a", 3), ("b", 3), True),
+        (("a", 3), ("a", 3), False),
+        (("a", 0), ("b", 900), True),
+        (("b", 900), ("a", 0), False),
+    ],
+)
+def test_which_failure_comes_before_which(one, other, before):
+    errors = [PipelineTaskError("", "ab".index(label), label, "", at) for label, at in (one, other)]
+    assert _is_before(looped(1), *errors) == before
+
+
+def test_which_failure_comes_before_which_with_rates():
+    net = two_rates(delay=2)
+    given = {at: PipelineTaskError("", 0, f"g{at % 6}", "", at) for at in (2, 4, 8, 10)}
+    taken = PipelineTaskError("", 1, "t0", "", 6)  # takes what is given in round 4
+    assert [at for at, error in given.items() if _is_before(net, error, taken)] == [2, 4]
+    assert not any(_is_before(net, taken, error) for error in given.values())
+
+
+class Number:
+    """A number that can be watched."""
+
+    def __init__(self, value):
+        self.value = value
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_values_of_rounds_are_let_go(threads):
+    """No more values are alive than registers, the first ones included, whose caller has let them go too."""
+    net, refs, most = looped(3), [], []
+
+    def new(value):
+        number = Number(value)
+        refs.append(weakref.ref(number))
+        return number
+
+    def run(label, values):
+        given = [new(values.pop().value + 1)]
+        most.append(sum(r() is not None for r in refs))
+        return given
+
+    first = {(0, "0"): [new(i) for i in range(3)]}
+    with Executor(net, tasks_for(net, run), threads=Threads(threads)) as executor:
+        executor.left, first = first, None
+        within(5, lambda: executor.run(rounds=50, first=executor.left))
+        assert max(most) <= 5  # 4 registers in one channel, 1 in the other
+        assert [r() is not None for r in refs].count(True) == 3 == len(executor.left[0, "0"])
+        within(5, lambda: executor.run(rounds=50, first=executor.left))
+        assert max(most) <= 5
+        executor.left.clear()
+        assert not any(r() for r in refs)
+
+
+def test_what_nobody_takes_when_a_source_ends_is_let_go():
+    net = build([[("x", "", "c.0")], [("y", "", "d.0")], [("z", "c.0 d.0", "")]], {"c": (0, 2, 5), "d": (1, 2)})
+    refs, enough = [], threading.Event()
+
+    def run(label, values):
+        if label == "y":
+            enough.wait(5)
+            raise RoundsEnded(0)
+        value = Value()
+        refs.append(weakref.ref(value))
+        if len(refs) == 5:
+            enough.set()
+        return [value]
+
+    with Executor(net, tasks_for(net, run)) as executor:
+        within(5, lambda: executor.run(rounds=9))
+        assert len(refs) == 5 and not any(r() for r in refs)
+
+
+def test_what_comes_when_its_taker_has_ended_is_let_go():
+    net = build([[("x", "", "c.0")], [("y", "", "d.0")], [("z", "c.0 d.0", "")]], {"c": (0, 2, 5), "d": (1, 2)})
+    refs, begun = [], threading.Event()
+
+    def run(label, values):
+        if label == "y":
+            begun.wait(5)
+            raise RoundsEnded(0)
+        begun.set()
+        while executor._workers[2].done < executor.runs:
+            time.sleep(0.001)
+        value = Value()
+        refs.append(weakref.ref(value))
+        return [value]
+
+    with Executor(net, tasks_for(net, run)) as executor:
+        within(5, lambda: executor.run(rounds=9))
+        assert len(refs) == 1 and refs[0]() is None
+
+
+def test_registers_of_a_delayed_channel_are_never_exceeded():
+    net, used, most, lock = looped(2, registers=3), [2], [], threading.Lock()
+
+    def run(label, values):
+        with lock:
+            used[0] += 1 if label == "b" else 0
+            most.append(used[0])
+        time.sleep(0.0005)
+        with lock:
+            used[0] -= 1 if label == "a" else 0
+        return [0]
+
+    with Executor(net, tasks_for(net, run)) as executor:
+        within(5, lambda: executor.run(rounds=40, first={(0, "0"): [0, 0]}))
+    assert max(most) <= 3 and used == [2]

@@ -19,7 +19,7 @@ from typing import Any, Final, TypeAlias
 from shardc.errors import PipelineError
 from shardc.pipeline.schedule.action import Action
 from shardc.pipeline.schedule.schedule import Schedule
-from shardc.runtime.actor import Actor, Channel, Network, Span, Step
+from shardc.runtime.actor import Actor, Channel, Message, Network, Span, Step
 from shardc.runtime.deadlock import ActorWait, Deadlock, find_deadlock
 
 __all__ = [
@@ -160,6 +160,7 @@ def simulate(net: Network, cost: Cost, link: LinkCost | None = None, rounds: int
         both 0 if not given. The messages from one actor to another, on all their channels, go one after the other: a
         message leaves when its step has ended and the messages before it have left, and arrives seconds per message
         plus latency later. A register is free for its sender as soon as the receiving step ends.
+      rounds: to run; None: one period.
 
     Raises:
       PipelineError: the network deadlocks (the error names the cycle), or a cost is not a number of 0 or more.
@@ -170,7 +171,7 @@ def simulate(net: Network, cost: Cost, link: LinkCost | None = None, rounds: int
     return timeline
 
 
-_ALIKE: Final = 1e-9
+_ALIKE: Final = 1e-10
 """Times that differ by less than this share of a round are the same."""
 
 
@@ -179,29 +180,31 @@ def seconds_of_rounds(net: Network, cost: Cost, link: LinkCost | None, rounds: i
 
     A network of steps with fixed costs repeats itself after some periods: each one then begins as an earlier one did,
     only later (Cohen, Dubois, Quadrat and Viot 1985, A linear-system-theoretic view of discrete-event processes). The
-    rounds after that are not run but counted.
+    rounds after that are not run but counted. Parts that do not hold each other back, by credits or values, may never
+    repeat their common state: then all rounds are run.
 
     Args:
-      net, cost, link: as in `simulate`.
+      net, cost, link: as in `simulate`; the network has no deadlock.
       rounds: number of rounds.
     """
     run = _SimulatedRun(net, cost, link or _no_link, 0)
-    seen: dict[tuple[int, ...], tuple[int, float]] = {}
-    period = 0
-    while (period + 1) * net.period < rounds:
-        period += 1
+    before, then, kept = 0, 0.0, list[float]()
+    for period in range(1, -(-rounds // net.period)):
         run.go_on(period * net.period)
-        if (state := run.state()) is None:
-            continue
-        at = run.time
-        if state in seen:
-            before, then = seen[state]
+        at, state = run.time, run.state()
+        if before and all(abs(a - b) <= _ALIKE * at / period for a, b in zip(state, kept, strict=True)):
             turns = (rounds // net.period - period) // (period - before)
             run.go_on(rounds - turns * (period - before) * net.period)
             return run.time + turns * (at - then)
-        seen[state] = period, at
+        if not period & (period - 1):  # Brent 1980: the state kept is at last one of the cycle, and before it ends
+            before, then, kept = period, at, state
     run.go_on(rounds)
     return run.time
+
+
+def _by_message(item: tuple[Message, object]) -> tuple[int, str]:
+    (channel, key), _ = item
+    return channel, str(key)
 
 
 def _no_link(channel: Channel) -> tuple[float, float]:
@@ -252,18 +255,16 @@ class _SimulatedRun:
         """The end of the last step so far."""
         return max((ends[-1] for ends in self.ends if ends), default=0.0)
 
-    def state(self) -> tuple[int, ...] | None:
-        """All times that later steps depend on, seen from the end of the last step and rounded: two equal states go on
-        alike. None before anything has taken time."""
+    def state(self) -> list[float]:
+        """After a whole period: all times that later steps depend on, from the end of the last step. Two equal states
+        go on alike. A time before an actor's last end is as good as that."""
         now = self.time
-        if not now:
-            return None
-        times = [ends[-1] if ends else 0.0 for ends in self.ends]
-        times += [t for a in self.actors for _, arrivals in sorted(a.arrived().items()) for t in arrivals]
-        times += [t for a in self.actors for t in a.free_registers()]
-        times += [t for row in self.sent for t in row if t]
-        unit = _ALIKE * now / self.actors[0].period
-        return tuple(round((t - now) / unit) for t in times)
+        state: list[float] = []
+        for actor, ends, sent in zip(self.actors, self.ends, self.sent, strict=True):
+            end = ends[-1] if ends else 0.0
+            arrivals = [t for _, found in sorted(actor.arrived().items(), key=_by_message) for t in found]
+            state += [max(t, end) - now for t in (end, *arrivals, *actor.free_registers(), *sent)]
+        return state
 
     def timeline(self) -> Timeline | None:
         self._run()

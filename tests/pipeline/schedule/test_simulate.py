@@ -10,12 +10,21 @@ from shardc.pipeline.schedule.credits import auto_credits
 from shardc.pipeline.schedule.methods import METHODS
 from shardc.pipeline.schedule.network import network
 from shardc.pipeline.schedule.schedule import Schedule
-from shardc.pipeline.schedule.simulate import peak_activations, simulate
-from shardc.runtime.actor import Span
+from shardc.pipeline.schedule.simulate import peak_activations, seconds_of_rounds, simulate
+from shardc.runtime.actor import Span, check_network
 from shardc.runtime.deadlock import find_deadlock
 from shardc.runtime.executor import Executor, Task
 from tests.pipeline.schedule import orders
-from tests.runtime.networks import build, random_network
+from tests.runtime.networks import (
+    build,
+    first_of,
+    late_by,
+    looped,
+    random_network,
+    random_periodic,
+    two_rates,
+    unrolled,
+)
 from tests.runtime.watchdog import within
 
 UNIT = (1.0, 1.0, 1.0)
@@ -106,23 +115,89 @@ def test_nothing():
     assert (timeline.makespan, timeline.bubble, timeline.bubble_per_rank, timeline.messages) == (0, 0, (0, 0), 0)
 
 
+# ---- rounds
+
+
+def rounds_of(timeline):
+    return {(span.label, span.round): (span.start, span.end) for spans in timeline.spans for span in spans}
+
+
+def test_a_loop_of_two_actors_by_hand():
+    """One round ago: both work at once. The same round: a deadlock. Three rounds ago, but one register between them."""
+    cost = {"a": 1, "b": 3}.__getitem__
+    timeline = simulate(looped(1), cost, rounds=3)
+    assert rounds_of(timeline) == {
+        ("a", 0): (0, 1), ("b", 0): (1, 4), ("a", 1): (4, 5), ("b", 1): (5, 8), ("a", 2): (8, 9), ("b", 2): (9, 12)
+    }  # fmt: skip
+    assert timeline.order() == (("a",) * 3, ("b",) * 3)
+    assert (timeline.makespan, timeline.busy, timeline.messages) == (12, (3, 9), 6)
+    assert timeline.peaks == (1, 1)
+    assert timeline.occupancy[0] == [(0, 1), (1, 1), (5, 1), (9, 1)]
+    ahead = simulate(looped(3, registers=4), cost, rounds=3)
+    assert rounds_of(ahead) == {
+        ("a", 0): (0, 1), ("b", 0): (1, 4), ("a", 1): (4, 5), ("b", 1): (5, 8), ("a", 2): (8, 9), ("b", 2): (9, 12)
+    }  # fmt: skip
+    wide = looped(3).with_registers([4, 2])
+    assert rounds_of(simulate(wide, cost, rounds=3))["b", 2] == (7, 10)
+    with pytest.raises(PipelineError, match="The flow deadlocks"):
+        simulate(looped(0), cost)
+
+
+def test_rates_by_hand():
+    net = two_rates(delay=2)
+    timeline = simulate(net, lambda label: 1 if label[0] == "g" else 10, rounds=8)
+    assert [(s.label, s.round, s.start) for s in timeline.spans[0]] == [
+        ("g0", 0, 0), ("g2", 2, 1), ("g4", 4, 2), ("g0", 6, 3)
+    ]  # fmt: skip
+    assert [(s.label, s.round, s.start) for s in timeline.spans[1]] == [("t0", 0, 0), ("t3", 3, 10), ("t0", 6, 20)]
+    assert simulate(net, lambda _: 1).order() == (("g0", "g2", "g4"), ("t0", "t3"))
+
+
+def test_a_million_rounds_are_counted():
+    rng = random.Random(5)
+    for net in (looped(1), looped(3).with_registers([5, 2]), two_rates(2)):
+        table = {s.label: rng.random() for row in net.actors for s in row}
+        calls = []
+
+        def cost(label, table=table, calls=calls):
+            calls.append(label)
+            return table[label]
+
+        link = lambda channel: (0.1, 0.01)  # noqa: E731
+        small = simulate(net, table.__getitem__, link, 3000).makespan
+        assert seconds_of_rounds(net, cost, link, 3000) == pytest.approx(small, rel=1e-9)
+        assert len(calls) < 1000
+        million = seconds_of_rounds(net, cost, link, 10**6)
+        later = seconds_of_rounds(net, cost, link, 10**6 + net.period)
+        a_period = simulate(net, table.__getitem__, link, 3000 + net.period).makespan - small
+        assert later - million == pytest.approx(a_period, rel=1e-6)
+        assert len(calls) < 3000
+    assert seconds_of_rounds(looped(1), lambda _: 0.0, None, 10**6) == 0
+    assert seconds_of_rounds(looped(1), lambda _: 1.0, None, 0) == 0
+
+
+def test_parts_that_do_not_hold_each_other_back_are_run():
+    net = build([[("x", "", "")], [("y", "", "")]], {})
+    assert seconds_of_rounds(net, {"x": 1.0, "y": 1.5}.__getitem__, None, 100) == 150
+
+
 # ---- against the definition
 
 
-def by_definition(net, cost, link):
-    """Start and end of each step: equations are applied until nothing changes."""
-    steps = {s.label: s for row in net.actors for s in row}
-    before = {s.label: row[i - 1].label if i else None for row in net.actors for i, s in enumerate(row)}
-    gives = [
-        [s.label for row in net.actors for s in row for m in s.gives if m[0] == c] for c in range(len(net.channels))
-    ]
-    takes = [
-        [s.label for row in net.actors for s in row for m in s.takes if m[0] == c] for c in range(len(net.channels))
-    ]
+def by_definition(net, cost, link, rounds=None):
+    """Start and end of each step, by label or by (label, round): equations are applied until nothing changes."""
+    rows = net.actors if rounds is None else unrolled(net, rounds)
+    name = (lambda label: label) if rounds is None else (lambda label: label[0])
+    steps = {s.label: s for row in rows for s in row}
+    before = {s.label: row[i - 1].label if i else None for row in rows for i, s in enumerate(row)}
+    gives = [[s.label for row in rows for s in row for m in s.gives if m[0] == c] for c in range(len(net.channels))]
+    takes = [[s.label for row in rows for s in row for m in s.takes if m[0] == c] for c in range(len(net.channels))]
+    first = first_of(net) if rounds else []
+    held = [sum(m[0] == c for m in first) for c in range(len(net.channels))]
     end = dict.fromkeys(steps, 0.0)
     while True:
-        arrival, free = {}, {}
-        for row in net.actors:
+        arrival, free = dict.fromkeys(first, 0.0), {}
+        for row in rows:
             for s in row:
                 for m in s.gives:
                     channel = net.channels[m[0]]
@@ -138,10 +213,11 @@ def by_definition(net, cost, link):
             at = [end.get(before[label], 0.0), *(arrival[m] for m in s.takes)]
             for c, channel in enumerate(net.channels):
                 for k, giver in enumerate(gives[c]):
-                    if giver == label and channel.registers is not None and k >= channel.registers:
-                        at.append(end[takes[c][k - channel.registers]])
+                    before_it = -1 if channel.registers is None else k + held[c] - channel.registers
+                    if giver == label and before_it >= 0:
+                        at.append(end[takes[c][before_it]])
             start[label] = max(at)
-        new = {label: start[label] + cost(label) for label in steps}
+        new = {label: start[label] + cost(name(label)) for label in steps}
         if new == end:
             return {label: (start[label], end[label]) for label in steps}
         end = new
@@ -169,6 +245,21 @@ def test_times_are_those_of_the_definition():
         assert times(simulate(net, cost, link)) == by_definition(net, cost, link)
         checked += 1
     assert checked > 200
+
+
+def test_times_of_rounds_are_those_of_the_definition():
+    checked = 0
+    for seed in range(400):
+        rng = random.Random(seed)
+        net = random_periodic(rng, nodes=4)
+        if check_network(net) or find_deadlock(net) is not None:
+            continue
+        assert len(net.first_messages()) == sum(late_by(net, m) for m in set(net.first_messages()))
+        cost, link = random_costs(rng, net)
+        rounds = rng.randint(0, 2 * net.period + 2)
+        assert rounds_of(simulate(net, cost, link, rounds)) == by_definition(net, cost, link, rounds)
+        checked += 1
+    assert checked > 150
 
 
 def test_peaks_are_registers_with_which_all_runs_as_before():
