@@ -40,7 +40,7 @@ class FlowChart(Chart):
         assert self.plan is not None
         return self.plan
 
-    @cached_property
+    @property
     def rows(self) -> Sequence[int]:
         return [a for a, nodes in enumerate(self._flow.built.rows) if nodes[0].number or self._flow.has_inputs]
 
@@ -66,7 +66,9 @@ class FlowChart(Chart):
         del label
         return 0
 
-    has_chunks = False
+    @property
+    def has_chunks(self) -> bool:
+        return False
 
     def about(self, label: Hashable) -> dict[str, Any]:
         assert isinstance(label, Call)
@@ -82,11 +84,11 @@ class FlowChart(Chart):
             found[name] = next((c for c in wanted if c not in found.values()), "*")
         return found
 
-    @cached_property
+    @property
     def kinds(self) -> Mapping[str, str]:
         return {letter: name for name, letter in self._letters.items()}
 
-    @cached_property
+    @property
     def colours(self) -> Mapping[str, str]:
         return {letter: PALETTE[i % len(PALETTE)] for i, letter in enumerate(self.kinds)}
 

@@ -129,7 +129,7 @@ class Chart:
             return 0
         return self.rank_of[: label.stage].count(self.rank_of[label.stage])
 
-    @cached_property
+    @property
     def has_chunks(self) -> bool:
         return len(self.rank_of) > len(self.network.actors)
 
@@ -140,8 +140,7 @@ class Chart:
     @cached_property
     def channels(self) -> Sequence[int]:
         """The channels that are drawn, by kind and sending stage: those that are used once per microbatch."""
-        repeated = {c for row in self.network.actors for s in row if self.number(s.label) for c, _ in s.gives}
-        return sorted(repeated, key=self._channel_order)
+        return sorted(repeated_channels(self.network), key=self._channel_order)
 
     def _channel_order(self, number: int) -> tuple[str, int, int]:
         word, _, ends = self.network.channels[number].name.rpartition(" ")
@@ -173,6 +172,11 @@ class Chart:
         low, high = f"{100 * idle[0]:.0f}%", f"{100 * idle[-1]:.0f}%"
         share = low if low == high else f"{low} to {high}"
         return f"{track.name}{note}: {self.time_text(timeline.makespan)}, ranks are idle {share} of it"
+
+
+def repeated_channels(network: Network) -> list[int]:
+    """The channels that are used once per microbatch."""
+    return sorted({c for row in network.actors for s in row if isinstance(s.label, Action) for c, _ in s.gives})
 
 
 def planned_chart(plan: MpmdPlan) -> Chart:
