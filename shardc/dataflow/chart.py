@@ -155,7 +155,7 @@ def flow_chart(plan: PlannedFlow, rounds: int, seconds: Mapping[str, Any] | None
 def measured_flow_chart(plan: PlannedFlow, spans: Sequence[Span], rounds: int) -> FlowChart:
     """The chart of a recorded run below the planned one.
 
-    Host functions whose seconds nobody planned take the mean of the measured ones in the planned run.
+    Host functions whose seconds nobody planned take in each round of the planned run what they took in the measured one.
 
     Args:
       plan: the flow's.
@@ -163,16 +163,16 @@ def measured_flow_chart(plan: PlannedFlow, spans: Sequence[Span], rounds: int) -
       rounds: those that it completed.
     """
     unknown = {n.name for n in plan.nodes if n.work.seconds is None}
-    seconds = {name: s for name, s in mean_seconds(spans).items() if name in unknown}
+    seconds = {name: iter(times).__next__ for name, times in seconds_by_node(spans).items() if name in unknown}
     planned = flow_chart(plan, rounds, seconds, "host functions as measured" if seconds else "")
     zero = min((s.start for s in spans), default=0.0)
     measured = Track("measured", recorded(plan.network, spans, zero, rounds), "every node waited for")
     return FlowChart(planned.title, (*planned.tracks, measured), (), plan=plan, rounds=rounds)
 
 
-def mean_seconds(spans: Sequence[Span]) -> dict[str, float]:
-    """The mean seconds of each node."""
+def seconds_by_node(spans: Sequence[Span]) -> dict[str, list[float]]:
+    """The seconds that each node took, run by run."""
     each: dict[str, list[float]] = {}
     for span in spans:
         each.setdefault(str(span.label), []).append(span.end - span.start)
-    return {name: sum(times) / len(times) for name, times in each.items()}
+    return each

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import jax
 
-from shardc.dataflow.chart import mean_seconds, measured_flow_chart
+from shardc.dataflow.chart import measured_flow_chart, seconds_by_node
 from shardc.dataflow.moves import copied, mover, on_host, to_place
 from shardc.dataflow.network import Call, Edge, devices_of
 from shardc.dataflow.plan import PlannedFlow
@@ -51,7 +51,7 @@ class Rounds(list[Any], Drawn):
     @property
     def seconds(self) -> dict[str, float]:
         """The mean seconds of each node, of a run that recorded them."""
-        return mean_seconds(self.spans)
+        return {name: sum(times) / len(times) for name, times in seconds_by_node(self.spans).items()}
 
     @property
     def chart(self) -> Chart:
