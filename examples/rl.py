@@ -4,8 +4,8 @@
     python -m examples.rl --late 0 --where process     # synchronous; each simulator in a process of its own
     python -m examples.rl --long-tail                  # games of very different lengths: what staleness is worth
 
-The model is that of examples/ppo.py. Parameters that are `--late 1` are the value of one round ago, whatever the speed of
-anything: two runs are the same.
+The model is that of examples/ppo.py. Parameters that are `--late 1` are the value of one round ago, whatever the speed
+of anything: two runs are the same.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -29,11 +29,15 @@ SLEEP, SPREAD = 0.01, 1.0
 """--long-tail: median seconds of a game, and the spread of their logarithms."""
 
 
+def seconds_of_a_game(rng: np.random.Generator) -> float:
+    return SLEEP * rng.lognormal(0.0, SPREAD)
+
+
 class Simulators:
     """Carts in plain NumPy, so many for each simulator. Each simulator keeps its own."""
 
-    def __init__(self, cfg: ppo.Config, carts: int, sleep: bool = False) -> None:
-        self.cfg, self.carts, self.sleep = cfg, carts, sleep
+    def __init__(self, cfg: ppo.Config, carts: int, sleeps: bool = False) -> None:
+        self.cfg, self.carts, self.sleeps = cfg, carts, sleeps
         self.at: dict[int, Any] = {}
 
     def play(self, simulator: int, params: Any, round: int) -> Any:
@@ -54,7 +58,7 @@ class Simulators:
             at_NO = np.where(over_N[:, None], self.start(rng), next_NO)
             moves_N = np.where(over_N, 0, moves_N)
         self.at[simulator] = at_NO, moves_N
-        if self.sleep:
+        if self.sleeps:
             time.sleep(seconds_of_a_game(rng))
         names = ("at", "action", "chance", "value", "reward", "over", "fell")
         return {name: np.stack(x, axis=1) for name, x in zip(names, zip(*lived, strict=True), strict=True)}, at_NO
@@ -63,26 +67,25 @@ class Simulators:
         return rng.uniform(-0.05, 0.05, (self.carts, 4)).astype(np.float32)
 
     def gives(self) -> Any:
-        """The shapes of what `play` gives, without playing."""
+        """The shapes of what `play` gives: those of a game with new parameters."""
         params = jax.tree.map(np.asarray, ppo.init(jax.random.key(0), replace(self.cfg, hidden=1)))
-        made = Simulators(replace(self.cfg, times=2), self.carts).play(0, params, 0)
-        times = self.cfg.times
-        lived = {k: jax.ShapeDtypeStruct((self.carts, times, *x.shape[2:]), x.dtype) for k, x in made[0].items()}
-        return lived, jax.ShapeDtypeStruct(made[1].shape, made[1].dtype)
+        return Simulators(self.cfg, self.carts).play(0, params, 0)
 
 
-def seconds_of_a_game(rng: np.random.Generator) -> float:
-    return SLEEP * rng.lognormal(0.0, SPREAD)
+@dataclass(frozen=True)
+class Settings:
+    simulators: int = 16
+    late: int = 1
+    where: str = "thread"
+    every: int = 50
+    long_tail: bool = False
 
 
-def make_flow(
-    cfg: ppo.Config, mesh: Any, simulators: int, late: int, where: str, every: int = 50, sleep: bool = False,
-    tell: Callable[[str], None] = print,
-) -> tuple[Any, Any]:  # fmt: skip
+def make_flow(cfg: ppo.Config, mesh: Any, how: Settings, tell: Callable[[str], None] = print) -> tuple[Any, Any]:
     """The flow, and the state that it begins with: `state, given = flow.run(state, range(rounds))`."""
     start_fn, learn_fn = ppo.make_learner(cfg)
-    games = Simulators(cfg, cfg.carts // simulators, sleep)
-    play = shardc.host(games.play, gives=games.gives(), copies=simulators, where=where)
+    games = Simulators(cfg, cfg.carts // how.simulators, how.long_tail)
+    play = shardc.host(games.play, gives=games.gives(), copies=how.simulators, where=how.where)
 
     def learn(state, lived, end):
         lived, end = jax.tree.map(lambda x: x.reshape(cfg.carts, *x.shape[2:]), (lived, end))
@@ -98,11 +101,11 @@ def make_flow(
         tell(f"round {int(round) + 1:4}: falls after {reached:.0f} of {cfg.limit} moves")
         return reached
 
-    report = shardc.every(every, shardc.host(evaluate, gives=jax.ShapeDtypeStruct((), np.float32)))
+    report = shardc.every(how.every, shardc.host(evaluate, gives=jax.ShapeDtypeStruct((), np.float32)))
 
-    @shardc.flow(credits=max(2, late + 1))  # so many rounds may be on their way
+    @shardc.flow(credits=max(2, how.late + 1))  # so many rounds may be on their way
     def train(state, round):
-        lived, end = play(shardc.late(state["params"], late), round)
+        lived, end = play(shardc.late(state["params"], how.late), round)
         state, falls = learner(state, lived, end)
         return state, {"falls": falls, "reached": report(state["params"], round)}
 
@@ -119,21 +122,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--late", type=int, default=1, help="rounds by which parameters are late; 0: synchronous")
     add("--where", default="thread", choices=("thread", "process"))
     add("--long-tail", action="store_true", help="games sleep, some of them long; with --late 0, 1 and 2")
-    add("--draw", metavar="FILE", help="an .svg or .png of some rounds, planned above measured")
+    add("--draw", metavar="FILE", help=".svg or .png of some rounds, planned above measured")
     options = parser.parse_args(argv)
     fake_cpu_devices(options.devices)
     mesh = shardc.make_mesh(data=options.devices)
     cfg = ppo.CONFIGS["test" if options.long_tail else "tiny"]
     for late in (0, 1, 2) if options.long_tail else (options.late,):
-        train, state = make_flow(cfg, mesh, options.simulators, late, options.where, sleep=options.long_tail)
+        how = Settings(options.simulators, late, options.where, long_tail=options.long_tail)
+        train, state = make_flow(cfg, mesh, how)
         print(train.plan(state, 0).explain() if not options.long_tail else f"\nParameters {late} rounds late")
         state, _ = train.run(state, range(2))  # compiles
         begin = time.perf_counter()
         state, given = train.run(state, range(options.rounds))
         took = (time.perf_counter() - begin) / options.rounds
         state, seen = train.run(state, range(8), record=True)
-        if options.long_tail:
-            print(seen.timeline())
+        print(seen.timeline() if options.long_tail else "")
         if options.draw:
             seen.draw(options.draw)
         print(f"{1e3 * took:.1f} ms a round; of a hundred moves {float(given[-1]['falls']):.2f} end with a fall")

@@ -155,7 +155,7 @@ def flow_chart(plan: PlannedFlow, rounds: int, seconds: Mapping[str, Any] | None
 def measured_flow_chart(plan: PlannedFlow, spans: Sequence[Span], rounds: int) -> FlowChart:
     """The chart of a recorded run below the planned one.
 
-    Host functions whose seconds nobody planned take in each round of the planned run what they took in the measured one.
+    Host functions whose seconds nobody planned take in each planned round what they took in the measured one.
 
     Args:
       plan: the flow's.

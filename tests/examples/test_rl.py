@@ -15,7 +15,7 @@ LATE = 1
 def ran():
     said = []
     cfg = replace(ppo.CONFIGS["tiny"], hidden=32)
-    flow, state = rl.make_flow(cfg, shardc.make_mesh(data=4), 16, LATE, "thread", every=10, tell=said.append)
+    flow, state = rl.make_flow(cfg, shardc.make_mesh(data=4), rl.Settings(late=LATE, every=10), said.append)
     try:
         _, given = flow.run(state, range(20), record=True)
         yield flow.plan(state, 0), given, said
