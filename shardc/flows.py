@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from shardc import compat
 from shardc.api import function
+from shardc.dataflow.chart import flow_chart
 from shardc.dataflow.explain import flow_sections
 from shardc.dataflow.host import Host, checked_host
 from shardc.dataflow.plan import PlannedFlow
@@ -26,7 +28,9 @@ from shardc.execute.call_cache import has_tracers
 from shardc.machine.mesh import AnyMesh
 from shardc.passes.trace.constants import key_of, why_no_constant
 from shardc.passes.trace.trace import is_array, path_text, settings, where_of
-from shardc.report.tables import report_text
+from shardc.report.chart import Chart
+from shardc.report.drawn import Drawn
+from shardc.report.tables import WIDTH, report_text
 
 
 class FlowPlan(PlannedFlow):
@@ -35,6 +39,47 @@ class FlowPlan(PlannedFlow):
     def explain(self) -> str:
         """A report: nodes, what is handed over with its bytes and registers, time and memory."""
         return report_text(flow_sections(self))
+
+    def timeline(self, width: int = WIDTH, *, rounds: int = 8, seconds: Mapping[str, Any] | None = None) -> str:
+        """Some simulated rounds as text: a row for each actor, `width` characters to a line.
+
+        Args:
+          width: characters of a line.
+          rounds, seconds: as in `simulate`.
+        """
+        return _Simulated(flow_chart(self, rounds, seconds)).timeline(width)
+
+    def draw(self, path: str | Path, *, rounds: int = 8, seconds: Mapping[str, Any] | None = None) -> None:
+        """Draws some simulated rounds, and how full their channels are, into an `.svg` or `.png` file.
+
+        Args:
+          path: the file.
+          rounds, seconds: as in `simulate`.
+
+        Raises:
+          PipelineError: another ending, or matplotlib is not installed (`pip install "shardc[report]"`).
+        """
+        _Simulated(flow_chart(self, rounds, seconds)).draw(path)
+
+    def trace(self, path: str | Path, *, rounds: int = 8, seconds: Mapping[str, Any] | None = None) -> None:
+        """Writes some simulated rounds as a trace in JSON, for https://ui.perfetto.dev or chrome://tracing.
+
+        Args:
+          path: the file.
+          rounds, seconds: as in `simulate`.
+        """
+        _Simulated(flow_chart(self, rounds, seconds)).trace(path)
+
+
+class _Simulated(Drawn):
+    """Simulated rounds that can be drawn."""
+
+    def __init__(self, chart: Chart) -> None:
+        self._chart = chart
+
+    @property
+    def chart(self) -> Chart:
+        return self._chart
 
 
 class Flow:
@@ -126,7 +171,8 @@ class Flow:
           rounds: the most rounds; None: until the inputs or a host function have no more.
           pending: what delayed channels hold when the run begins, as `.pending` of the run before says it. None: values
             of rounds before the first one are what the state is, or `first=` of `shardc.late`.
-          record: whether to keep the times of all nodes, for `.seconds` and `.spans` of what comes back.
+          record: whether to wait for every node and keep its times, for `.seconds`, `.spans` and the pictures of what
+            comes back. Slower than a plain run: nothing is launched ahead.
 
         Returns:
           the last state, and a list of what each round gave. A node that did not run in a round has None in it.
@@ -146,7 +192,7 @@ class Flow:
                 iterator = iter(inputs)
                 first = next(iterator)
             except StopIteration:
-                return state, Rounds([], pending or {}, [])
+                return state, Rounds([], pending or {})
             plan = self.plan(state, first)
             items = _Items(self.where, first, iterator)
         elif inputs is not None:
@@ -160,7 +206,7 @@ class Flow:
         if rounds is not None and (type(rounds) is not int or rounds < 0):
             raise ArgumentError(f"{self.where}: rounds={rounds!r} is no whole number of 0 or more.")
         if rounds == 0:
-            return state, Rounds([], pending or {}, [])
+            return state, Rounds([], pending or {})
         leaves = [x for x in jax.tree.leaves(state) if is_array(x)]
         last, given = self._run_of(plan).run(leaves, items, ENDLESS if rounds is None else rounds, pending, record)
         return plan.round.state_of(last), given

@@ -38,6 +38,7 @@ COVERED: Final[Mapping[str, str]] = {
     "ir/collective.py": "passes/estimate/test_plan_cost.py",
     "ir/ranges.py": "passes/trace/test_compose_windows.py",
     "passes/trace/windows/*.py": "passes/trace/test_compose_windows.py",
+    "report/drawn.py": "report/test_picture.py",
     "pipelines.py": "report/test_explain_pipeline.py",
     "pipeline/options.py": "pipeline/test_errors.py",
     "ir/eqns.py": "pipeline/cut/test_cut_stages.py",

@@ -58,7 +58,8 @@ class Host:
         count = len(jax.tree.leaves(self.gives))
         one_by_one = jax.tree.structure((tuple(made), {}))
         stack = HostWork(
-            partial(_stacked, count), one_by_one, len(made), stacked_gives(self.gives, self.copies),
+            partial(_stacked, count), one_by_one, len(made),
+            tuple(jax.tree.leaves(stacked_gives(self.gives, self.copies))),
             f"{self.name} together", seconds=0.0,
         )  # fmt: skip
         leaves = round.values_of(round.add(stack.name, stack, made, stack.results, every, source))

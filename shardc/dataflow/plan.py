@@ -59,6 +59,11 @@ class PlannedFlow:
         return self.built.edges
 
     @property
+    def has_inputs(self) -> bool:
+        """Whether rounds get an item; the node that gives it is the first one."""
+        return bool(self.nodes[0].results)
+
+    @property
     def bytes(self) -> int:
         """Bytes that move between meshes and the host in a round, a node that runs every n rounds counted at 1/n."""
         return sum(e.bytes // e.taker.every for e in self.edges)

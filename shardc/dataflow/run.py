@@ -12,6 +12,7 @@ import jax
 from jax.sharding import Mesh
 
 from shardc.arrays.far import FarArray, is_small
+from shardc.dataflow.chart import measured_flow_chart, seconds_by_node
 from shardc.dataflow.far import FarFlow, process_of_rows, sender
 from shardc.dataflow.moves import copied, mover, on_host, to_place
 from shardc.dataflow.network import Call, Edge, FlowNetwork, Move, devices_of
@@ -24,6 +25,8 @@ from shardc.errors import FlowError, PeerLostError, PipelineError, PipelineTaskE
 from shardc.execute.far_values import bring
 from shardc.machine.devices import me
 from shardc.passes.trace.trace import settings, under
+from shardc.report.chart import Chart
+from shardc.report.drawn import Drawn
 from shardc.runtime.actor import Message, Span, Step
 from shardc.runtime.executor import Executor, LaunchLimit, RoundsEnded, Task, Threads
 
@@ -34,26 +37,32 @@ ENDLESS: Final = 1 << 62
 """Rounds of a run that only its inputs end."""
 
 
-class Rounds(list[Any]):
-    """What each round of a run gave, in order.
+class Rounds(list[Any], Drawn):
+    """What each round of a run gave, in order. A recorded run can be drawn, planned above measured.
 
     Attributes:
       pending: what delayed channels hold at the end, as a pytree of arrays; for `run(..., pending=)` to go on from.
       spans: the times of all nodes, if the run recorded them.
-      seconds: the mean seconds of each node, of a run that recorded them.
     """
 
-    def __init__(self, given: Iterable[Any], pending: Any, spans: Sequence[Span]) -> None:
+    def __init__(
+        self, given: Iterable[Any], pending: Any, plan: PlannedFlow | None = None, spans: Sequence[Span] = ()
+    ) -> None:
         super().__init__(given)
         self.pending = pending
         self.spans = list(spans)
+        self._plan = plan
 
     @property
     def seconds(self) -> dict[str, float]:
-        each: dict[str, list[float]] = {}
-        for span in self.spans:
-            each.setdefault(str(span.label), []).append(span.end - span.start)
-        return {name: sum(times) / len(times) for name, times in each.items()}
+        """The mean seconds of each node, of a run that recorded them."""
+        return {name: sum(times) / len(times) for name, times in seconds_by_node(self.spans).items()}
+
+    @property
+    def chart(self) -> Chart:
+        if self._plan is None or not self.spans:
+            raise FlowError("Nothing to show: no round was recorded; run(..., record=True) records them.")
+        return measured_flow_chart(self._plan, self.spans, len(self))
 
 
 class FlowRun:
@@ -176,6 +185,8 @@ class FlowRun:
                         "function that the new state depends on, called in each round before what changes the state. "
                         "Let this one return a value in each round."
                     ) from None
+                if current.record:
+                    jax.block_until_ready(made)
                 del given
                 current.fired[step.label] += 1
                 for i, log, state in keep:
@@ -212,7 +223,7 @@ class FlowRun:
           items: gives the leaves of each round's item; None: rounds have none.
           rounds: the most rounds.
           pending: what the run before left, or None.
-          record: whether to keep the times of all nodes.
+          record: whether to keep the times of all nodes, each waited for.
 
         Returns:
           the state's leaves after the last round, and what each round gave.
@@ -233,6 +244,7 @@ class FlowRun:
             ]
             first = self._first(state, pending)
             self._now.run = current = _Current(self.plan, self._here, state, items, self._past(state, pending))
+            current.record = record
             for change, pot in self._pots:
                 pot.begin()
                 change.rounds, change.is_stopped = executor.known_rounds, executor.is_stopping
@@ -258,7 +270,8 @@ class FlowRun:
                 current.share_logs(self._far)
             left = self._pending(executor.left, complete) | current.past(complete)
             executor.left = {}
-            return self._last_state(current, complete - 1, state), Rounds(current.given_in(complete), left, spans)
+            given = Rounds(current.given_in(complete), left, self.plan, spans)
+            return self._last_state(current, complete - 1, state), given
         finally:
             self._now.run = None
             for shared in taken:
@@ -416,6 +429,7 @@ class _Current:
     Attributes:
       given: the arguments of each node that are known from the start.
       fired: how often each step has run.
+      record: whether each node is waited for, so that its times are those of its devices.
     """
 
     def __init__(
@@ -423,6 +437,7 @@ class _Current:
         past: Mapping[str, Sequence[Any]],
     ) -> None:  # fmt: skip
         self._plan, self._built, self._here, self._past = plan, plan.built, here, past
+        self.record = False
         self.fired = dict.fromkeys((s.label for row in plan.network.actors for s in row), 0)
         self.given: dict[Node, list[Any]] = {}
         for node in plan.nodes:

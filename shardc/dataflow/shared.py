@@ -213,7 +213,7 @@ class _Change(FunctionWork):
 
     changes = True
 
-    def __init__(  # noqa: PLR0913  # what a change is
+    def __init__(  # what a change is
         self, shared: Shared, function: Callee, leaves: Sequence[Any], tree: Any, quorum: tuple[int, int] | None,
         grace: float,
     ) -> None:  # fmt: skip
