@@ -14,7 +14,7 @@ from shardc.dataflow.moves import copied, mover, on_host, to_place
 from shardc.dataflow.network import Call, Edge, devices_of
 from shardc.dataflow.plan import PlannedFlow
 from shardc.dataflow.round import Fixed, Node, Origin
-from shardc.dataflow.shared import Shared, pots, read_only_what_is_used, shared_states
+from shardc.dataflow.shared import Shared, pots_of, read_only_what_is_used, shared_works
 from shardc.dataflow.value import Value
 from shardc.dataflow.work import Place
 from shardc.errors import FlowError, PipelineTaskError, RoundFailedError
@@ -72,8 +72,11 @@ class FlowRun:
                 self._kept_outs[origin.node].append(origin.index)
         logged = {(o.node, o.index) for o in built.outs if o is not None}
         self._copied = {(n, i) for n, i in logged if n is not None and built.is_donated(n, i)}
-        self._shared = shared_states(nodes)
-        self._pots = pots(nodes)
+        works = shared_works(nodes)
+        self._shared = list(dict.fromkeys(w.shared for _, w in works))
+        for node, work in works:
+            work.locks = self._locks(node)
+        self._pots = pots_of(nodes)
         self._rounds = 0
         """The rounds of the current run, as far as they are known."""
         read_only_what_is_used(built)
@@ -105,7 +108,13 @@ class FlowRun:
         move = mover(edge)
         if move is None:
             return _stay
-        return _under(self._locks(edge.giver), move)
+        wide = bool(settings()[0])  # the actor's thread lacks this setting
+
+        def moved(values: Any) -> Any:
+            with jax.enable_x64(wide):
+                return move(values)
+
+        return _under(self._locks(edge.giver), moved)
 
     def close(self) -> None:
         """End the threads and the processes of host functions."""
@@ -196,9 +205,8 @@ class FlowRun:
             self._current = current = _Current(self, state, items)
             first = self._first(state, pending)
             self._rounds = rounds
-            for change, pot in self._pots:
-                pot.begin()
-                change.rounds, change.is_stopped = lambda: self._rounds, executor.is_stopping
+            for pot in self._pots:
+                pot.begin(lambda: self._rounds, executor.is_stopping, lambda: self._busy(executor))
             try:
                 spans = executor.run(record=record, rounds=rounds, first=first)
             except PipelineTaskError as error:
@@ -212,6 +220,10 @@ class FlowRun:
             for shared in taken:
                 shared.in_use.release()
             self._lock.release()
+
+    def _busy(self, executor: Executor) -> int:
+        """The actors that run, or could: all but those that wait, for messages or in a change for others."""
+        return executor.busy() - sum(p.waiting for p in self._pots)
 
     def _pending(self, left: Mapping[Message, Sequence[Any]], rounds: int) -> dict[str, list[Any]]:
         """What delayed channels hold after so many rounds, by channel, in the order in which it would be taken."""
@@ -320,8 +332,9 @@ class _Current:
                 self._state[key][round] = value
                 self._newest[key] = round
                 whole = min(self._newest.values()) - self._behind
-                for kept in self._state.values():
-                    for r in [r for r in kept if r < whole]:
+                for k, kept in self._state.items():
+                    least = whole if self._built.apart is not None else self._newest[k]
+                    for r in [r for r in kept if r < least]:
                         del kept[r]
 
     def rounds_of(self, node: Node) -> int:
