@@ -303,6 +303,8 @@ class _Change(FunctionWork):
         self._entries = [to_place(p, a) for p, a in zip(self._enters, self.shared.avals, strict=True)]
 
     def run(self, given: list[Any], round: int) -> Sequence[Any]:
+        if self.stale != 0:  # one that is launched earlier would make all others wait until it is ready
+            jax.block_until_ready(given)
         return self._apply(given) if self.pot is None else self._contribute(self.pot, given)
 
     def _apply(self, given: list[Any]) -> list[Any]:

@@ -101,10 +101,16 @@ def apart(spans, name):
     return max(r - min(sum(end <= start for _, end in each) for each in ends.values()) for start, r in begun)
 
 
-def test_stale_bounds_changes_whose_result_nobody_reads():
-    held, flow, seen = ticking(lambda i, k: 0.004 * (i == 1), seen_first=False, stale=1)
-    run(flow, seen, range(20))
-    assert int(held.value["ahead"]) <= 1
+@pytest.mark.parametrize("seen_first", [True, False], ids=["sees", "does not look"])
+@pytest.mark.parametrize("stale", [0, 1, 4])
+def test_fast_workers_are_as_far_ahead_as_they_may(stale, seen_first):
+    held, flow, seen = ticking(lambda i, k: 0.04 * (i == 1), seen_first=seen_first, stale=stale)
+    _, given = run(flow, seen, range(10))
+    assert int(held.value["ahead"]) == stale
+    if stale == 0:
+        assert [n.tolist() for round in given for n in round["seen"]] == [
+            [r + 1] * N for r in range(10) for _ in range(N)
+        ]
 
 
 def test_bulk_synchronous_reads_have_the_changes_of_their_round_and_no_others():
@@ -203,6 +209,29 @@ def test_a_slow_worker_of_an_asynchronous_flow_delays_nobody():
     assert all(each[-1] < slow[9] for each in fast)
     assert int(held.value["ahead"]) > 5
     assert held.value["count"].tolist() == [20] * N
+
+
+def test_a_slow_device_delays_nobody():
+    workers, server = meshes()
+    held = shardc.shared(clocks(), on=server)
+
+    def work(n, i, size):
+        slow = jax.lax.fori_loop(0, 20, lambda _, x: jnp.tanh(x @ x), jnp.ones((size, size)))
+        return (jnp.arange(N) == i) * 1.0 + 0 * slow.sum() + 0 * n.sum()
+
+    works = [shardc.function(lambda n, i, size=400 if not k else 4: work(n, i, size), mesh=m)
+             for k, m in enumerate(workers)]  # fmt: skip
+
+    @shardc.flow
+    def flow(seen, k):
+        return [
+            held.change(tick, g(n, i), stale=None)["count"] for i, (g, n) in enumerate(zip(works, seen, strict=True))
+        ], ()
+
+    run(flow, [jnp.zeros(N, jnp.int32)] * N, range(2))
+    run(flow, [jnp.zeros(N, jnp.int32)] * N, range(20))
+    assert held.value["count"].tolist() == [22] * N
+    assert int(held.value["ahead"]) > 5
 
 
 def test_a_slow_worker_does_not_make_the_results_of_others_pile_up():
@@ -449,6 +478,13 @@ def test_a_plan_needs_no_devices():
     moved = {(e.giver.name, e.taker.name): e.bytes for e in plan.edges if e.bytes}
     assert moved["<lambda> seen", "<lambda>"] == 64 * 32 * 4  # the counter, which nobody reads, is not sent
     assert "<lambda> seen" in plan.explain()
+
+
+def test_changes_wait_for_reads_of_the_round_before():
+    _, flow, seen = ticking(uneven, stale=0)
+    waits = {(e.giver.name, e.taker.name, e.delay) for e in flow.plan(seen, 0).edges if not e.moves}
+    names = ["tick", "tick[1]", "tick[2]"]
+    assert {(name, "tick seen", 0) for name in names} | {("tick seen", name, 1) for name in names} <= waits
 
 
 def test_bulk_synchronous_workers_share_one_read():
