@@ -353,17 +353,19 @@ def shared(state: Any, *, on: AnyMesh) -> Shared:
     """A state at one place that the calls of a round change as they come, each change exactly once: a parameter server.
 
     Args:
-      state: pytree of arrays.
+      state: pytree of arrays, which are copied; of shapes and dtypes for a plan alone.
       on: the mesh that it lives on.
 
     Returns:
       A `Shared`: in a round, `.change(fn, *args, stale=)` and `.read(stale=)`; outside, `.value`.
 
     Raises:
-      ArgumentError: `on` is no mesh.
+      ArgumentError: `on` is no mesh, or the state is empty.
     """
     if not isinstance(on, Mesh | AbstractMesh):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ArgumentError(f"shardc.shared: on={on!r} is no mesh; write on=shardc.make_mesh(data=2).")
+    if not jax.tree.leaves(state):
+        raise ArgumentError("shardc.shared: the state has no arrays.")
 
     def wrapped(fn: Callable[..., Any]) -> Any:
         names = list(inspect.signature(fn).parameters)

@@ -220,6 +220,8 @@ class FlowNetwork:
         edge.registers = late + (1 if same else edge.giver.work.credits or self.credits)
         if edge.giver.number == 0:  # all read the same inputs
             edge.registers = None if self.apart is None else edge.registers + self.apart
+        elif not edge.moves and (edge.giver.number, edge.delay) in edge.taker.work.waits:
+            edge.registers = None  # a wait says itself who may be ahead
         return edge
 
     def _safe(self, edge: Edge) -> Edge:

@@ -18,7 +18,7 @@ from shardc.dataflow.moves import copied, mover, on_host, to_place
 from shardc.dataflow.network import Call, Edge, FlowNetwork, Move, devices_of
 from shardc.dataflow.plan import PlannedFlow
 from shardc.dataflow.round import Fixed, Node, Origin
-from shardc.dataflow.shared import Shared, pots, read_only_what_is_used, shared_states
+from shardc.dataflow.shared import Shared, pots_of, read_only_what_is_used, shared_works
 from shardc.dataflow.value import Value
 from shardc.dataflow.work import Place
 from shardc.errors import FlowError, PeerLostError, PipelineError, PipelineTaskError, RoundFailedError
@@ -87,8 +87,11 @@ class FlowRun:
         for origin in (*built.outs, *built.state):
             if origin is not None and origin.node is not None and origin.index not in self._kept_outs[origin.node]:
                 self._kept_outs[origin.node].append(origin.index)
-        self._shared = shared_states(nodes)
-        self._pots = pots(nodes)
+        works = shared_works(nodes)
+        self._shared = list(dict.fromkeys(w.shared for _, w in works))
+        for node, work in works:
+            work.locks = self._locks(node)
+        self._pots = pots_of(nodes)
         read_only_what_is_used(built)
         self._logged = _made_by(built.outs)
         self._taken = {f for e in built.edges for m in e.moves if e.takes_over(m) for f in m.first}
@@ -186,7 +189,7 @@ class FlowRun:
                         "Let this one return a value in each round."
                     ) from None
                 if current.record:
-                    jax.block_until_ready(made)
+                    _wait(list(made))
                 del given
                 current.fired[step.label] += 1
                 for i, log, state in keep:
@@ -245,9 +248,8 @@ class FlowRun:
             first = self._first(state, pending)
             self._now.run = current = _Current(self.plan, self._here, state, items, self._past(state, pending))
             current.record = record
-            for change, pot in self._pots:
-                pot.begin()
-                change.rounds, change.is_stopped = executor.known_rounds, executor.is_stopping
+            for pot in self._pots:
+                pot.begin(executor.known_rounds, executor.is_stopping, lambda: self._busy(executor))
             try:
                 spans = executor.run(record=record, rounds=rounds, first=first)
             except PipelineTaskError as error:
@@ -317,6 +319,10 @@ class FlowRun:
                 assert isinstance(place.mesh, Mesh) and place.placement is not None
                 found.append(FarArray(avals[i], place.placement, place.mesh))
         return found
+
+    def _busy(self, executor: Executor) -> int:
+        """The actors that run, or could: all but those that wait, for messages or in a change for others."""
+        return executor.busy() - sum(p.waiting for p in self._pots)
 
     def _pending(self, left: Mapping[Message, Sequence[Any]], rounds: int) -> dict[str, list[Any]]:
         """What delayed channels hold after so many rounds, by channel, in the order in which it would be taken."""
@@ -470,8 +476,9 @@ class _Current:
                 self._state[key][round] = state
                 self._newest[key] = round
                 whole = min(self._newest.values()) - self._behind
-                for kept in self._state.values():
-                    for r in [r for r in kept if r < whole]:
+                for k, kept in self._state.items():
+                    least = whole if self._built.apart is not None else self._newest[k]
+                    for r in [r for r in kept if r < least]:
                         del kept[r]
 
     def share_logs(self, far: FarFlow) -> None:
