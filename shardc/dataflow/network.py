@@ -57,6 +57,7 @@ class Edge:
       delay: in rounds.
       moves: the leaves; none if the taker only waits for the giver.
       registers: of its channel.
+      is_gate: whether it only says that there is a round. It holds nobody back who is ahead as far as others let it.
     """
 
     giver: Node
@@ -64,6 +65,7 @@ class Edge:
     delay: int
     moves: list[Move] = field(default_factory=list[Move])
     registers: int = 1
+    is_gate: bool = False
 
     def places(self, move: Move) -> tuple[Place, Place]:
         """Where a leaf is given and taken."""
@@ -195,7 +197,7 @@ class FlowNetwork:
                 gated = False
                 for node in row:
                     if not (gated or node in reached or (node in early and source.number)):
-                        self.edges.append(Edge(source, node, 0))
+                        self.edges.append(Edge(source, node, 0, is_gate=True))
                     gated |= node.every == 1
 
     # -- registers and copies
@@ -212,7 +214,8 @@ class FlowNetwork:
     def _with_registers(self, edge: Edge) -> Edge:
         late = sum((r + 1) % edge.taker.every == 0 for r in range(edge.delay))
         same = self.actor[edge.giver] == self.actor[edge.taker]
-        edge.registers = late + (1 if same else edge.giver.work.credits or self.credits)
+        credits = [n.work.credits or self.credits for n in (self.round.nodes if edge.is_gate else [edge.giver])]
+        edge.registers = late + (1 if same else sum(credits))
         return edge
 
     def _safe(self, edge: Edge) -> Edge:
