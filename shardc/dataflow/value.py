@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import Any, Final, NoReturn, Protocol
 
 from shardc.errors import TracingError
-
-if TYPE_CHECKING:
-    from shardc.dataflow.round import Round
 
 
 INSIDE: Final = (
@@ -16,6 +13,12 @@ INSIDE: Final = (
     "shardc.function or a shardc.host."
 )
 """What to do about a use that needs a number."""
+
+
+class Traced(Protocol):
+    """The round of a value: `where` names it for errors."""
+
+    where: str
 
 
 class Made:
@@ -63,7 +66,7 @@ class Value:
 
     __slots__ = ("aval", "name", "origin", "round")
 
-    def __init__(self, aval: Any, origin: Made | Held | Late, round: Round, name: str) -> None:
+    def __init__(self, aval: Any, origin: Made | Held | Late, round: Traced, name: str) -> None:
         self.aval, self.origin, self.round, self.name = aval, origin, round, name
 
     @property
