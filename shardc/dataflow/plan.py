@@ -34,7 +34,7 @@ class PlannedFlow:
         self.network = self.built.network
         deadlock = find_deadlock(self.network)
         if deadlock is not None:
-            raise FlowError(f"{round.where}: {deadlock}")
+            raise FlowError(f"{round.where}: {deadlock.text('The round')}")
         full = [
             f"{name}: {bytes_text(need)} on each device, and it has {bytes_text(most)}."
             for name, need, most in self.memory_by_row
@@ -105,8 +105,9 @@ class PlannedFlow:
             each[n.number] = known.get(n.name, known.get(n.name.partition("[")[0], n.work.seconds or 0.0))
 
         def cost(label: Call) -> float:
-            found: Any = each[label.node]
-            return float(found() if callable(found) else found)
+            found = each[label.node]
+            number: Any = found() if callable(found) else found
+            return float(number)
 
         return cost
 

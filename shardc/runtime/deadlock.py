@@ -58,6 +58,10 @@ class Deadlock:
     cycle: tuple[ActorWait, ...]
 
     def __str__(self) -> str:
+        return self.text("The pipeline")
+
+    def text(self, what: str) -> str:
+        """The report. `what`: the thing that deadlocks."""
         who = sorted({w.actor for w in self.cycle})
         stuck = sum(p < len(steps) for p, steps in zip(self.positions, self.network.actors, strict=True))
         head = (
@@ -67,7 +71,7 @@ class Deadlock:
         )
         return "\n".join(
             [
-                f"The pipeline deadlocks: {head}; {stuck} of {len(self.positions)} actors never end.",
+                f"{what} deadlocks: {head}; {stuck} of {len(self.positions)} actors never end.",
                 *(f"  {reason}" for reason in self.reasons()),
                 "Order of the actions; [brackets] mark the stuck ones, actions before them are done:",
                 *(f"  {line}" for line in self._grid()),

@@ -10,7 +10,10 @@ import pytest
 
 import shardc
 from shardc import S
+from shardc.dataflow.plan import PlannedFlow
+from shardc.dataflow.round import Round
 from shardc.errors import FlowError
+from tests.dataflow.random_flows import AVAL, StubWork
 
 BATCH = jax.ShapeDtypeStruct((64, 8), jnp.float32)
 STATE = jax.ShapeDtypeStruct((8, 8), jnp.float32)
@@ -84,6 +87,25 @@ def test_memory_is_registers_and_the_largest_node(plan):
     grads = next(n for n in plan.nodes if n.name == "grad")
     assert memory["grad, grad[1]"] == 2 * (4 * 256 + 4 * 512) + grads.work.peak
     assert memory["look"] == 2 * 256
+
+
+def test_a_deadlock():
+    """No round of today's calls can deadlock; nodes that wait for later ones would."""
+    round = Round("train", "train (train.py:7)")
+    late, early = StubWork(None), StubWork((0, 2))
+    early.waits = [(2, 0)]
+    inputs = round.add("inputs", StubWork(None, results=1), [None], [AVAL])
+    round.add("early", early, [], early.results)
+    round.trace(
+        lambda s, x: (s, round.values_of(round.add("late", late, round.values_of(round.nodes[1]), late.results))),
+        AVAL, inputs, jax.tree.structure(0),
+    )  # fmt: skip
+    with pytest.raises(FlowError) as caught:
+        PlannedFlow(round, 2)
+    text = str(caught.value)
+    assert text.startswith("train (train.py:7): The round deadlocks: actors 1 and 2 wait for each other; ")
+    assert '  actor 1 is at early and waits for message 0 of "late -> early", which actor 2 gives in late' in text
+    assert "ipeline" not in text
 
 
 def test_memory_that_does_not_fit():
