@@ -22,11 +22,12 @@ from shardc.dataflow.round import Round, aval_of, traced_round
 from shardc.dataflow.run import ENDLESS, FlowRun, Rounds
 from shardc.dataflow.shared import Shared
 from shardc.dataflow.value import Late, Value
-from shardc.dataflow.work import HOST, HostWork
+from shardc.dataflow.work import HOST, HostWork, is_like
 from shardc.errors import ArgumentError, FlowError, all_offenders
 from shardc.execute.call_cache import has_tracers
 from shardc.machine.mesh import AnyMesh
-from shardc.passes.trace.trace import path_text, settings, where_of
+from shardc.passes.trace.constants import key_of, why_no_constant
+from shardc.passes.trace.trace import is_array, path_text, settings, where_of
 from shardc.report.chart import Chart
 from shardc.report.drawn import Drawn
 from shardc.report.tables import WIDTH, report_text
@@ -125,13 +126,14 @@ class Flow:
 
     def _check_arrays(self, what: str, tree: Any) -> None:
         pairs, _ = jax.tree_util.tree_flatten_with_path(tree)
-        wrong = [
-            f"{'/'.join(filter(None, (what, path_text(path))))} is {x!r}."
-            for path, x in pairs
-            if not (hasattr(x, "shape") and hasattr(x, "dtype")) and not isinstance(x, int | float | complex)
-        ]
+        if any(isinstance(x, Value) for _, x in pairs):
+            raise ArgumentError(
+                f"{self.where} is run in a round, where arrays do not exist yet; call it, and its nodes become a part "
+                f"of that round: state, given = {self.name}(state{', item' if self._has_item else ''})."
+            )
+        wrong = [line for path, x in pairs if not is_array(x) and (line := why_no_constant(what, path_text(path), x))]
         if wrong:
-            raise ArgumentError(all_offenders(f"{self.where}: leaves that are no arrays:", wrong))
+            raise ArgumentError(all_offenders(f"{self.where}: invalid leaves", wrong))
         if has_tracers([x for _, x in pairs]):
             raise ArgumentError(
                 f"{self.where}: a flow runs programs of its own, and cannot be part of a jax.jit, jax.grad or "
@@ -182,6 +184,10 @@ class Flow:
         if self._has_item:
             if inputs is None:
                 raise ArgumentError(f"{self.where} takes an item in each round; give them: run(state, inputs).")
+            if not hasattr(inputs, "__iter__"):
+                raise ArgumentError(
+                    f"{self.where}: inputs are an item for each round, in a list or an iterator; got {inputs!r}."
+                )
             try:
                 iterator = iter(inputs)
                 first = next(iterator)
@@ -201,9 +207,9 @@ class Flow:
             raise ArgumentError(f"{self.where}: rounds={rounds!r} is no whole number of 0 or more.")
         if rounds == 0:
             return state, Rounds([], pending or {})
-        leaves, tree = jax.tree.flatten(state)
+        leaves = [x for x in jax.tree.leaves(state) if is_array(x)]
         last, given = self._run_of(plan).run(leaves, items, ENDLESS if rounds is None else rounds, pending, record)
-        return tree.unflatten(last), given
+        return plan.round.state_of(last), given
 
     def _run_of(self, plan: FlowPlan) -> FlowRun:
         if id(plan) not in self._runs:
@@ -252,7 +258,7 @@ class _Items:
         wrong = [
             f"leaf {i}: {_short(x)} after {_short(a)}."
             for i, (x, a) in enumerate(zip(arrays, work.results, strict=True))
-            if x.shape != a.shape or jax.dtypes.canonicalize_dtype(x.dtype) != jax.dtypes.canonicalize_dtype(a.dtype)
+            if not is_like(x, a)
         ]
         if wrong:
             raise FlowError(all_offenders(f"item {round} differs from the first one; give all the same shapes:", wrong))
@@ -260,12 +266,16 @@ class _Items:
 
 
 def _short(x: Any) -> str:
-    return f"{x.dtype}{list(x.shape)}"
+    return f"{x.dtype.name}{list(x.shape)}"
 
 
 def _key(tree: Any) -> Any:
     leaves, structure = jax.tree.flatten(tree)
-    return structure, tuple((a.shape, a.dtype) for a in map(aval_of, leaves))
+    return structure, tuple(_key_of_leaf(x) for x in leaves)
+
+
+def _key_of_leaf(x: Any) -> Any:
+    return ((a := aval_of(x)).shape, a.dtype) if is_array(x) else key_of(x)
 
 
 def flow(fn: Callable[..., Any] | None = None, *, credits: int = 2) -> Any:
@@ -273,8 +283,8 @@ def flow(fn: Callable[..., Any] | None = None, *, credits: int = 2) -> Any:
 
     The function is traced once. The calls in it are nodes: of `shardc.function`s and pipelines, each on its own mesh,
     and of `shardc.host` functions. Calls on one mesh run in the order in which they are written; calls on different
-    meshes and on the host run as soon as their values are there. Between two nodes lies a channel of few registers: who is
-    ahead by so many rounds waits.
+    meshes and on the host run as soon as their values are there. Between two nodes lies a channel of few
+    registers: who is ahead by so many rounds waits.
 
     Args:
       fn: `fn(state, item)`, or `fn(state)`: gives the new state, and what the round gives besides. State and results
@@ -343,17 +353,19 @@ def shared(state: Any, *, on: AnyMesh) -> Shared:
     """A state at one place that the calls of a round change as they come, each change exactly once: a parameter server.
 
     Args:
-      state: pytree of arrays.
+      state: pytree of arrays, which are copied; of shapes and dtypes for a plan alone.
       on: the mesh that it lives on.
 
     Returns:
       A `Shared`: in a round, `.change(fn, *args, stale=)` and `.read(stale=)`; outside, `.value`.
 
     Raises:
-      ArgumentError: `on` is no mesh.
+      ArgumentError: `on` is no mesh, or the state is empty.
     """
     if not isinstance(on, Mesh | AbstractMesh):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ArgumentError(f"shardc.shared: on={on!r} is no mesh; write on=shardc.make_mesh(data=2).")
+    if not jax.tree.leaves(state):
+        raise ArgumentError("shardc.shared: the state has no arrays.")
 
     def wrapped(fn: Callable[..., Any]) -> Any:
         names = list(inspect.signature(fn).parameters)
@@ -387,6 +399,13 @@ def late(x: Any, rounds: int, *, first: Any = None) -> Any:
     strange = [x for x in leaves if not isinstance(x, Value)]
     if strange:
         raise ArgumentError(f"shardc.late is for values of a flow's round; got {strange[0]!r}.")
+    unlike = [
+        f"{v.name} is {_short(v)}, and first= has {_short(aval_of(f))}."
+        for v, f in zip(leaves, firsts, strict=True)
+        if f is not None and not is_like(aval_of(f), v)
+    ]
+    if unlike:
+        raise ArgumentError(all_offenders("shardc.late: first= stands for values of another shape or dtype:", unlike))
     if not rounds:
         return x
     made = [

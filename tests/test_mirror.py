@@ -22,6 +22,7 @@ COVERED: Final[Mapping[str, str]] = {
     "execute/agreement.py": "processes/test_agreements.py",
     "execute/executable.py": "whole/test_function.py",
     "execute/far_*.py": "processes/test_pipelines.py",
+    "execute/in_turn.py": "test_gangs.py",
     "execute/name_nan.py": "whole/test_own_errors.py",
     "execute/process_group.py": "processes/test_agreements.py",
     "execute/rank_processes.py": "processes/test_pipelines.py",

@@ -45,7 +45,7 @@ class FlowChart(Chart):
         return [a for a, nodes in enumerate(self._flow.built.rows) if nodes[0].number or self._flow.has_inputs]
 
     def row_text(self, row: int) -> str:
-        return self._flow.row_names[row]
+        return self._flow.network.names[row]
 
     def spans(self, track: Track, row: int) -> Sequence[Span]:
         """The calls of an actor in one run; the label of each has its round of the run."""

@@ -19,7 +19,7 @@ from shardc.dataflow.work import HostWork, stacked_gives
 from shardc.errors import ArgumentError, FlowError
 from shardc.passes.trace.trace import where_of
 
-WHERE: Final = ("thread", "process", "ray")
+WHERE: Final = ("thread", "process")
 
 
 class Host:
@@ -217,6 +217,10 @@ def _serve_process(there: Connection, call: Callable[..., Any]) -> None:
             there.send((None, FlowError(f"{type(error or failed).__name__}: {error or failed}")))
 
 
+def _is_number(x: object) -> bool:
+    return isinstance(x, int | float)
+
+
 def checked_host(  # noqa: PLR0913  # the options of a public face
     fn: Callable[..., Any], gives: Any, copies: int | None, where: str, credits: int | None, deadline: float | None,
     seconds: float | None,
@@ -232,8 +236,10 @@ def checked_host(  # noqa: PLR0913  # the options of a public face
         wrong.append(f"where={where!r} is none of {', '.join(map(repr, WHERE))}")
     if credits is not None and (type(credits) is not int or credits < 1):
         wrong.append(f"credits={credits!r} is no whole number of 1 or more")
-    if deadline is not None and not deadline > 0:
+    if deadline is not None and not (_is_number(deadline) and deadline > 0):
         wrong.append(f"deadline={deadline!r} is no number of seconds above 0")
+    if seconds is not None and not (_is_number(seconds) and seconds >= 0):
+        wrong.append(f"seconds={seconds!r} is no number of seconds")
     wrong += [
         f"gives= has {x!r}, which has no shape and dtype; write jax.ShapeDtypeStruct(shape, dtype)"
         for x in jax.tree.leaves(gives)

@@ -1,22 +1,27 @@
 """`shardc.shared`: a state that is changed as changes come, at one place: a parameter server.
 
-Every call of `change` is an actor of its own, so that no worker waits for another one's change. A change takes the state,
-under a lock; a read waits until nobody is further behind than the bound on staleness allows, then takes a copy. What each
-waits for are channels without values, so the deadlock check and the simulator know them; only the order in which changes
-that may overtake each other are applied is left to time.
+Every call of `change` is an actor of its own, so that no worker waits for another one's change. A change takes the
+state, under a lock; a read waits until nobody is further behind than the bound on staleness allows, then takes a copy.
+What each waits for are channels without values, so the deadlock check and the simulator know them; only the order of
+changes that may overtake each other is left to time.
+
+With stale=0 a round has one read for all, and the changes of the next round wait for it: all see the same.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from functools import lru_cache
 from time import monotonic
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import jax
+import jax.numpy as jnp
 
 from shardc import compat
-from shardc.dataflow.moves import to_place
+from shardc.dataflow.moves import copied, to_place
 from shardc.dataflow.network import FlowNetwork
 from shardc.dataflow.round import Node, Round, aval_of, outside, traced_round
 from shardc.dataflow.value import Value
@@ -26,7 +31,10 @@ from shardc.machine.mesh import AnyMesh
 from shardc.passes.trace.trace import where_of
 
 _POLL: Final = 0.05
-"""Seconds between two looks of a change that waits for others whether the run has ended."""
+"""Seconds between two looks of a change that waits for others: whether they can still come."""
+
+_ALONE: Final = 20
+"""Looks in a row that found all other actors waiting, after which nobody will come."""
 
 
 class Shared:
@@ -40,21 +48,22 @@ class Shared:
     def __init__(self, state: Any, mesh: AnyMesh, wrap: Callable[[Callable[..., Any]], Callee]) -> None:
         """`wrap` makes a `shardc.function` on the mesh of a plain function that may overwrite its first argument."""
         self.mesh, self._wrap = mesh, wrap
-        self.leaves, self.tree = jax.tree.flatten(state)
-        self.avals = [aval_of(x) for x in self.leaves]
+        leaves, self.tree = jax.tree.flatten(state)
+        self.avals = [aval_of(x) for x in leaves]
+        self.leaves = [copied(x) for x in leaves]  # changes may overwrite them
         self.changes = 0
         self.changed_by: Callee | None = None
         """The last function, which left the state at its own placements."""
         self.lock = threading.RLock()
         self.in_use = threading.Lock()
         self._wrapped: dict[Callable[..., Any], Callee] = {}
-        self._members: dict[Round, list[tuple[Node, Node]]] = {}
+        self._traced: Round | None = None
 
     @property
     def value(self) -> Any:
         """The state as it is now: a copy, which later changes do not touch."""
         with self.lock:
-            return self.tree.unflatten([x.copy() if hasattr(x, "copy") else x for x in self.leaves])
+            return self.tree.unflatten([copied(x) for x in self.leaves])
 
     @compat.face
     def change(
@@ -66,12 +75,12 @@ class Shared:
         Args:
           fn: gives the new state: a `shardc.function` on this mesh, or a plain function, which is made one.
           *args: values of the round, and arrays.
-          stale: the rounds by which other changes of this state may be behind when the result is read. 0: the result has
-            the changes of all others of the same round (bulk synchronous); s: nobody is more than s rounds ahead of the
-            slowest (stale synchronous); None: nobody waits (asynchronous).
+          stale: the rounds by which other changes of this state may be behind when the result is read. 0: the result
+            has the changes of all others of the same round, and is the same for all (bulk synchronous); s: nobody is
+            more than s rounds ahead of the slowest (stale synchronous); None: nobody waits (asynchronous).
           quorum: (fewest, most): changes are collected, and applied together as one, with the mean of their arguments,
             when the most have come, or `grace` seconds after the fewest have. Who comes later is in the next one.
-            Nobody waits for `stale` then. Calls whose run is over do not count.
+            Nobody waits for `stale` then. Calls whose rounds are over do not count.
           grace: seconds.
 
         Returns:
@@ -87,45 +96,45 @@ class Shared:
         leaves, tree = jax.tree.flatten(args)
         with outside():
             known = [jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, Value) else x for x in leaves]
-            work = _Change(self, function, known, tree, quorum, grace)
-        members = self._members_of(round)
+            work = _Change(self, function, known, tree, stale if quorum is None else None, quorum, grace)
         name = getattr(fn, "__name__", "change")
-        work.actor = "shared", id(self), len(members)
-        changed = round.add(name, work, leaves, [], 1, source)
-        read = _Read(self, work.places)
-        read.actor = work.actor
-        node = round.add(f"{name} seen", read, [], self.avals, 1, source)
-        bound = read.apart = None if quorum is not None else stale
-        members.append((changed, node))
-        read.wanted = (changed.number, bound)
-        return self.tree.unflatten(round.values_of(node))
+        work.actor = "shared", id(self), f"change {len(round.nodes)}"
+        changed = round.add(name, work, leaves, work.results, 1, source)
+        read = _Read(self, work.places, None if work.stale == 0 else changed, 0, work.stale)
+        return self._seen(round, f"{name} seen", read, source)
 
     @compat.face
     def read(self, *, stale: int | None = 0) -> Any:
         """The state as a round begins, in a flow's round.
 
         Args:
-          stale: the rounds by which changes may be behind. 0: it has all changes of the rounds before; s: all but those
-            of the last s rounds, which may be in it or not; None: whatever is there.
+          stale: the rounds by which changes may be behind. 0: it has all changes of the rounds before, and no others if
+            those have stale=0 too; s: all but those of the last s rounds, which may be in it or not; None: whatever is
+            there.
 
         Returns:
           The state as values of the round. What is not used is not sent.
         """
         round = self._round("read")
         self._check(round, stale, None, 0.0)
-        self._members_of(round)
-        read = _Read(self, None)
-        read.actor = "shared", id(self), f"read {len(round.nodes)}"
-        read.wanted = (None, None if stale is None else stale + 1)
-        read.apart = stale
-        return self.tree.unflatten(
-            round.values_of(round.add("shared state", read, [], self.avals, 1, compat.users_line()))
-        )
+        return self._seen(round, "shared state", _Read(self, None, None, 1, stale), compat.users_line())
+
+    def _seen(self, round: Round, name: str, read: _Read, source: str) -> Any:
+        """The values of a read; of one that is there already, if all see the same."""
+        exact = (n for n, r in _reads(round, self) if read.is_exact and r.is_exact and r.behind == read.behind)
+        node = next(exact, None)
+        if node is None:
+            read.actor = "shared", id(self), f"read {len(round.nodes)}"
+            node = round.add(name, read, [], self.avals, 1, source)
+        return self.tree.unflatten(round.values_of(node))
 
     def _round(self, what: str) -> Round:
         round = traced_round()
         if round is None:
             raise ArgumentError(f"shardc.shared: {what} is for a flow's round; outside of one, read `.value`.")
+        if self._traced is not round:
+            self._traced = round
+            round.on_end.append(lambda: self._join(round))
         return round
 
     def _check(self, round: Round, stale: int | None, quorum: Any, grace: float) -> None:
@@ -141,35 +150,33 @@ class Shared:
         if not grace >= 0:
             raise ArgumentError(f"{round.where}: grace={grace!r}; it takes a number of seconds of 0 or more.")
 
-    def _members_of(self, round: Round) -> list[tuple[Node, Node]]:
-        if round not in self._members:
-            self._members[round] = []
-            round.on_end.append(lambda: self._join(round))
-        return self._members[round]
-
     def _join(self, round: Round) -> None:
-        """Let each read wait for the changes of others, when all of them are known."""
-        members = self._members.pop(round)
-        changes = [changed for changed, _ in members]
-        pots = {w.quorum for c in changes if isinstance(w := c.work, _Change)}
-        if len(pots) > 1:
+        """Let reads and changes wait for each other, when all of them are known."""
+        self._traced = None
+        changes = [n for n in round.nodes if isinstance(n.work, _Change) and n.work.shared is self]
+        works = [cast("_Change", n.work) for n in changes]
+        self._make_pot(round, works)
+        for node, read in _reads(round, self):
+            read.places = read.places or next((w.places for w in works), None)
+            read.waits = read.waits_of(changes)
+            for c, work in zip(changes, works, strict=True):
+                if c is read.own or (read.is_exact and work.stale == 0):
+                    work.waits = [*work.waits, (node.number, 1 - read.behind)]
+
+    def _make_pot(self, round: Round, works: Sequence[_Change]) -> None:
+        quorums = {w.quorum for w in works}
+        if len(quorums) > 1:
             raise FlowError(
                 f"{round.where}: the changes of a shared state have several quorums; give all the same one."
             )
-        if pots and None not in pots:
-            pot = Pot(len(changes))
-            for k, c in enumerate(changes):
-                assert isinstance(c.work, _Change)
-                c.work.pot, c.work.member = pot, k
-        placed = next((c.work.places for c in changes if isinstance(c.work, _Change)), None)
-        for node in round.nodes:
-            if isinstance(node.work, _Read) and node.work.shared is self:
-                node.work.places = node.work.places or placed
-                own, bound = node.work.wanted
-                waits = [(own, 0)] if own is not None else []
-                if bound is not None:
-                    waits += [(c.number, bound) for c in changes if c.number != own]
-                node.work.waits = waits
+        quorum = next(iter(quorums), None)
+        if quorum is None:
+            return
+        if quorum[1] > len(works):
+            raise FlowError(f"{round.where}: quorum={quorum}, but the round has {len(works)} changes of this state.")
+        pot = Pot(len(works), quorum)
+        for k, work in enumerate(works):
+            work.pot, work.member = pot, k
 
     def _function(self, fn: Callable[..., Any]) -> Callee:
         if not callable(fn):
@@ -189,112 +196,160 @@ class Pot:
 
     Args:
       members: the number of calls that contribute.
+      quorum: the fewest and the most that are applied together.
     """
 
-    def __init__(self, members: int) -> None:
-        self.members = members
+    def __init__(self, members: int, quorum: tuple[int, int]) -> None:
+        self.members, self._quorum = members, quorum
         self.condition = threading.Condition()
         self.given: dict[int, list[Any]] = {}
-        self.full_since = 0.0
+        self.enough_since: float | None = None
         self.turn = 0
+        self.waiting = 0
+        """The actors that wait for others."""
         self.done = [0] * members
         """The rounds of each member that are over."""
 
-    def begin(self) -> None:
-        self.given, self.turn, self.done = {}, 0, [0] * self.members
+    def begin(self, rounds: Callable[[], int], is_stopped: Callable[[], bool], busy: Callable[[], int]) -> None:
+        """Ready it for a run.
 
-    def may_come(self, rounds: int) -> int:
-        """The number of members that have contributed or still can."""
-        return sum(k in self.given or n < rounds for k, n in enumerate(self.done))
+        Args:
+          rounds: the rounds of the run, as far as they are known.
+          is_stopped: whether the run has failed.
+          busy: how many actors run, or could, those of `waiting` among them.
+        """
+        self._rounds, self._is_stopped, self._busy = rounds, is_stopped, busy
+        self.given, self.enough_since, self.waiting, self.done = {}, None, 0, [0] * self.members
+
+    @property
+    def has(self) -> tuple[bool, bool]:
+        """Whether the fewest are there, and the most. Members that have no more rounds do not count."""
+        can = sum(k in self.given or n < self._rounds() for k, n in enumerate(self.done))
+        fewest, most = self._quorum
+        return len(self.given) >= min(fewest, can), len(self.given) >= min(most, can)
+
+    def wait(self, grace: float) -> bool:
+        """Wait until the changes are to be applied by the caller: True, or another one has done it."""
+        turn, alone = self.turn, 0
+        while self.turn == turn:
+            if self._is_stopped():
+                raise FlowError("the run was stopped while a change waited for others.")
+            enough, full = self.has
+            if not enough:
+                self.enough_since = None
+            elif self.enough_since is None:
+                self.enough_since = monotonic()
+            left = _POLL if self.enough_since is None else self.enough_since + grace - monotonic()
+            if full or left <= 0:
+                return True
+            in_time = self.condition.wait(min(_POLL, left))
+            alone = 0 if enough or in_time or self._busy() else alone + 1
+            if alone == _ALONE:
+                raise FlowError(
+                    f"{len(self.given)} changes wait for a quorum of {self._quorum[0]}, and all others wait for them: "
+                    "let no change need what another one of the same quorum gives, or take fewer."
+                )
+        return False
 
 
 class _Change(FunctionWork):
-    """The work of a change."""
+    """The work of a change. Its result, which nobody takes, tells when it has ended.
+
+    Attributes:
+      stale: the rounds by which others may be behind; None: any.
+      pot, member: where it waits for others, and its number there.
+      locks: under which programs on its devices begin.
+    """
 
     changes = True
 
-    def __init__(  # what a change is
-        self, shared: Shared, function: Callee, leaves: Sequence[Any], tree: Any, quorum: tuple[int, int] | None,
-        grace: float,
+    def __init__(  # noqa: PLR0913  # what a change is
+        self, shared: Shared, function: Callee, leaves: Sequence[Any], tree: Any, stale: int | None,
+        quorum: tuple[int, int] | None, grace: float,
     ) -> None:  # fmt: skip
-        self.shared, self.quorum, self._grace = shared, quorum, grace
+        self.shared, self.stale, self.quorum, self._grace = shared, stale, quorum, grace
         self.pot: Pot | None = None
         self.member = 0
+        self.locks: Sequence[Any] = [shared.lock]
         state = shared.tree.unflatten(shared.avals)
         whole, structure = jax.tree.flatten(((state, *tree.unflatten(leaves)), {}))
         super().__init__(function, whole, structure)
+        name = getattr(function, "__name__", "change")
         if self.out_tree != shared.tree or [(a.shape, a.dtype) for a in self.results] != [
             (a.shape, a.dtype) for a in shared.avals
         ]:
             raise FlowError(
-                f"{getattr(function, '__name__', 'change')} does not return a state like the one that it changes:\n"
+                f"{name} does not return a state like the one that it changes:\n"
                 f"  takes   {_described(shared.tree, shared.avals)}\n"
                 f"  returns {_described(self.out_tree, self.results)}"
             )
+        self._averaged = [isinstance(x, jax.ShapeDtypeStruct) for x in leaves]
+        whole_numbers = [x for x in leaves if not jnp.issubdtype(jax.dtypes.result_type(x), jnp.inexact)]
+        if quorum is not None and whole_numbers:
+            raise FlowError(
+                f"{name} takes {whole_numbers[0]!r}, and with quorum= it gets means: give it floats, or count them "
+                "inside."
+            )
         count = len(shared.avals)
-        self._entries = [to_place(p, a) for p, a in zip(self.takes[:count], shared.avals, strict=True)]
-        self._keeps = list(self.takes[:count]) == list(self.gives)
+        self._enters, self.takes = self.takes[:count], self.takes[count:]
         self.places = list(self.gives)
-        self.takes = self.takes[count:]
         self.donated = frozenset(i - count for i in self.donated if i >= count)
-        self.gives = []
-        self.rounds: Callable[[], int] = lambda: 1 << 62
-        """The rounds of the run, as far as they are known."""
-        self.is_stopped: Callable[[], bool] = lambda: False
-        """Whether the run has failed."""
+        self._smallest = smallest(shared.avals)
+        self.results, self.gives = [self.results[self._smallest]], [self.gives[self._smallest]]
+
+    def begin(self) -> None:
+        """Compile."""
+        super().begin()
+        self._entries = [to_place(p, a) for p, a in zip(self._enters, self.shared.avals, strict=True)]
 
     def run(self, given: list[Any], round: int) -> Sequence[Any]:
-        if self.pot is None:
-            self._apply(given)
-        else:
-            self._contribute(self.pot, given)
-        return []
+        if self.stale != 0:  # one that is launched earlier would make all others wait until it is ready
+            jax.block_until_ready(given)
+        return self._apply(given) if self.pot is None else self._contribute(self.pot, given)
 
-    def _apply(self, given: list[Any]) -> None:
+    def _apply(self, given: list[Any]) -> list[Any]:
         shared = self.shared
-        with shared.lock:
+        with ExitStack() as held:
+            for lock in self.locks:
+                held.enter_context(lock)
             state = shared.leaves
-            if not (self._keeps and shared.changed_by is self._function):
+            if self._enters != self.places or shared.changed_by is not self._function:
                 state = [put(x) for put, x in zip(self._entries, state, strict=True)]
             shared.leaves = list(super().run([*state, *given], 0))
             shared.changed_by = self._function
             shared.changes += 1
+            return [copied(shared.leaves[self._smallest])]
 
-    def _contribute(self, pot: Pot, given: list[Any]) -> None:
-        assert self.quorum is not None
+    def _contribute(self, pot: Pot, given: list[Any]) -> list[Any]:
+        """Wait for others; one of them applies the changes of all."""
+        made: list[Any] = [None]
         with pot.condition:
             pot.given[self.member] = given
-            turn = pot.turn
-            fewest = lambda: min(self.quorum[0], pot.may_come(self.rounds()))  # noqa: E731
-            most = lambda: min(self.quorum[1], pot.may_come(self.rounds()))  # noqa: E731
-            if len(pot.given) == fewest():
-                pot.full_since = monotonic()
-            while pot.turn == turn:
-                if self.is_stopped():
-                    raise FlowError("the run was stopped while a change waited for others.")
-                left = pot.full_since + self._grace - monotonic()
-                if len(pot.given) >= most() or (len(pot.given) >= fewest() and left <= 0):
-                    together = [_mean(column) for column in zip(*pot.given.values(), strict=True)]
-                    self._apply(together)
-                    pot.given, pot.turn = {}, turn + 1
-                    pot.condition.notify_all()
-                    break
-                pot.condition.wait(min(_POLL, left) if len(pot.given) >= fewest() else _POLL)
-            pot.done[self.member] += 1
             pot.condition.notify_all()
+            pot.waiting += 1
+            try:
+                if pot.wait(self._grace):
+                    made = self._apply(self._together(pot))
+                    pot.given, pot.enough_since, pot.turn = {}, None, pot.turn + 1
+            finally:
+                pot.waiting -= 1
+                pot.done[self.member] += 1
+                pot.condition.notify_all()
+        return made
+
+    def _together(self, pot: Pot) -> list[Any]:
+        """The arguments of all, in the order of calls: as means, but for constants."""
+        columns = zip(self._averaged, *(pot.given[k] for k in sorted(pot.given)), strict=True)
+        return [_mean(column) if averaged else column[0] for averaged, *column in columns]
 
 
 def _mean(column: Sequence[Any]) -> Any:
     return column[0] if len(column) == 1 else _means(len(column))(*column)
 
 
-_means_known: dict[int, Callable[..., Any]] = {}
-
-
+@lru_cache(maxsize=64)
 def _means(count: int) -> Callable[..., Any]:
-    if count not in _means_known:
-        _means_known[count] = jax.jit(lambda *xs: sum(xs[1:], xs[0]) / len(xs))
-    return _means_known[count]
+    return jax.jit(lambda *xs: sum(xs[1:], xs[0]) / count)
 
 
 def _described(tree: Any, avals: Sequence[Any]) -> str:
@@ -305,8 +360,11 @@ class _Read:
     """The work of a read: a copy of what is used of the state.
 
     Attributes:
-      wanted: the change that it follows, and the rounds by which others may be behind.
+      own: the change that it follows; None: none of its own.
+      behind: 0: it is a read as a round ends, 1: as one begins.
+      stale: the rounds by which changes may be behind besides; None: any.
       used: the leaves that somebody reads.
+      locks: under which programs on its devices begin.
     """
 
     donated: frozenset[int] = frozenset()
@@ -315,16 +373,29 @@ class _Read:
     credits: int | None = None
     changes = False
     takes: Sequence[Place] = ()
-    apart: int | None = 0
 
-    def __init__(self, shared: Shared, places: Sequence[Place] | None) -> None:
-        self.shared = shared
+    def __init__(
+        self, shared: Shared, places: Sequence[Place] | None, own: Node | None, behind: int, stale: int | None
+    ) -> None:
+        self.shared, self.places = shared, places
+        self.own, self.behind, self.stale = own, behind, stale
         self.meshes: tuple[AnyMesh, ...] = (shared.mesh,)
-        self.places = places
         self.actor: object | None = None
         self.waits: Sequence[tuple[int, int]] = ()
-        self.wanted: tuple[int | None, int | None] = (None, None)
+        self.apart = stale
+        self.locks: Sequence[Any] = [shared.lock]
         self.used: frozenset[int] = frozenset(range(len(shared.avals)))
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether it has certain changes and no others, so that one read is enough for all."""
+        return self.own is None and self.stale == 0
+
+    def waits_of(self, changes: Sequence[Node]) -> list[tuple[int, int]]:
+        """The changes that it waits for, and the rounds by which they may be behind."""
+        if self.stale is None:
+            return [] if self.own is None else [(self.own.number, 0)]
+        return [(c.number, 0 if c is self.own else self.behind + self.stale) for c in changes]
 
     @property
     def gives(self) -> Sequence[Place]:
@@ -338,25 +409,38 @@ class _Read:
 
     def run(self, given: list[Any], round: int) -> Sequence[Any]:
         shared = self.shared
-        with shared.lock:
-            return [x.copy() if i in self.used and hasattr(x, "copy") else x for i, x in enumerate(shared.leaves)]
+        with ExitStack() as held:
+            for lock in self.locks:
+                held.enter_context(lock)
+            return [copied(x) if i in self.used else None for i, x in enumerate(shared.leaves)]
 
 
-def shared_states(nodes: Sequence[Node]) -> list[Shared]:
-    """The shared states that nodes use."""
-    works = (n.work for n in nodes)
-    return list(dict.fromkeys(w.shared for w in works if isinstance(w, _Change | _Read)))
+def _reads(round: Round, shared: Shared) -> Iterator[tuple[Node, _Read]]:
+    for node in round.nodes:
+        if isinstance(node.work, _Read) and node.work.shared is shared:
+            yield node, node.work
+
+
+def smallest(avals: Sequence[Any]) -> int:
+    """The number of the smallest leaf."""
+    return min(range(len(avals)), key=lambda i: avals[i].size)
+
+
+def shared_works(nodes: Sequence[Node]) -> list[tuple[Node, _Change | _Read]]:
+    """The nodes that change or read shared states."""
+    return [(n, n.work) for n in nodes if isinstance(n.work, _Change | _Read)]
+
+
+def pots_of(nodes: Sequence[Node]) -> list[Pot]:
+    """Where the changes of nodes wait to be applied together."""
+    works = (w for _, w in shared_works(nodes))
+    return list(dict.fromkeys(w.pot for w in works if isinstance(w, _Change) and w.pot is not None))
 
 
 def read_only_what_is_used(built: FlowNetwork) -> None:
-    """Let reads copy those leaves that somebody takes."""
+    """Let reads copy those leaves that somebody takes, and the smallest one, which tells when they have ended."""
     for node in built.round.nodes:
         if isinstance(node.work, _Read):
             taken = {m.output for e in built.edges if e.giver is node for m in e.moves}
             given = {o.index for o in (*built.outs, *built.state) if o is not None and o.node is node}
-            node.work.used = frozenset(taken | given)
-
-
-def pots(nodes: Sequence[Node]) -> list[tuple[_Change, Pot]]:
-    """The changes that are applied together."""
-    return [(w, w.pot) for n in nodes if isinstance(w := n.work, _Change) and w.pot is not None]
+            node.work.used = frozenset(taken | given | {smallest(node.results)})

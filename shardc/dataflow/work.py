@@ -247,18 +247,24 @@ class HostWork:
             f"{path or 'the result'}: {want.dtype.name}{list(want.shape)} is declared, "
             f"{x.dtype.name}{list(x.shape)} came."
             for path, x, want in zip(self._paths, arrays, self.results, strict=True)
-            if x.shape != want.shape or not _casts(x, want)
+            if not is_like(x, want)
         ]
         if wrong:
             raise FlowError(all_offenders(f"{self.name} did not return what gives= says, in round {round}:", wrong))
         return [x if x.dtype == w.dtype else x.astype(w.dtype) for x, w in zip(arrays, self.results, strict=True)]
 
 
-def _casts(x: Any, want: Any) -> bool:
-    """Whether a result has the declared dtype, as far as JAX would tell: Python's and NumPy's 64 bits become 32."""
-    return x.dtype == want.dtype or jax.dtypes.canonicalize_dtype(x.dtype) == want.dtype
+def is_like(x: Any, want: Any) -> bool:
+    """Whether an array has the declared shape and dtype, as far as JAX would tell: Python's and NumPy's 64 bits become
+    32."""
+    return x.shape == want.shape and (x.dtype == want.dtype or _as_jax(x.dtype) == _as_jax(want.dtype))
 
 
-def stacked_gives(gives: Any, count: int) -> Any:
-    """What `count` results are together, stacked along a new first dimension."""
-    return jax.tree.map(lambda a: jax.ShapeDtypeStruct((count, *a.shape), a.dtype), gives)
+def _as_jax(dtype: Any) -> Any:
+    is_own = jax.dtypes.issubdtype(dtype, jax.dtypes.extended)  # random keys
+    return dtype if is_own else jax.dtypes.canonicalize_dtype(dtype)
+
+
+def stacked_gives(gives: Any, count: int) -> tuple[Any, ...]:
+    """The leaves of `count` results, each stacked along a new first dimension."""
+    return tuple(jax.ShapeDtypeStruct((count, *a.shape), a.dtype) for a in jax.tree.leaves(gives))

@@ -132,10 +132,15 @@ class Network:
             for steps in self.actors
         )
 
-    def first_messages(self) -> list[Message]:
-        """The messages that are in delayed channels when a run begins, each channel's in the order of their rounds."""
+    def first_messages(self, rounds: int = 0) -> list[Message]:
+        """The messages that are in delayed channels when a run begins, or after so many rounds, each channel's in the
+        order of their rounds."""
         late = [late for found in self.late for late in found]
-        dated = [(k * self.period + x.round, i) for i, x in enumerate(late) for k in range(x.taken(x.delay))]
+        dated = [
+            (k * self.period + x.round, i)
+            for i, x in enumerate(late)
+            for k in range(x.taken(rounds), x.taken(rounds + x.delay))
+        ]
         return [late[i].message for _, i in sorted(dated)]
 
     @cached_property
