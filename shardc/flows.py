@@ -318,7 +318,7 @@ def flow(fn: Callable[..., Any] | None = None, *, credits: int = 2) -> Any:
 
 def host(  # noqa: PLR0913  # a public face
     fn: Callable[..., Any] | None = None, *, gives: Any = None, copies: int | None = None, where: str = "thread",
-    credits: int | None = None, deadline: float | None = None, seconds: float | None = None,
+    process: int | None = None, credits: int | None = None, deadline: float | None = None, seconds: float | None = None,
 ) -> Any:  # fmt: skip
     """Make plain Python a node of rounds: a reader, a simulator, an evaluation, a log.
 
@@ -332,6 +332,8 @@ def host(  # noqa: PLR0913  # a public face
         results are stacked along a new first dimension.
       where: "thread"; "process": each has a process of its own, which is started again if it dies, and asked again.
         The function has to be importable there: one of a module, under `if __name__ == "__main__":` in a script.
+        "ray": an actor of Ray each, placed on its cluster.
+      process: of a run of several processes the one that calls it; None: that of what reads its results.
       credits: results that may lie ready: how far a reader reads ahead. None: as the flow says.
       deadline: seconds after which a call that has not returned is an error.
       seconds: of one call, for plans and simulations.
@@ -344,9 +346,16 @@ def host(  # noqa: PLR0913  # a public face
     """
     if fn is None:
         return functools.partial(
-            host, gives=gives, copies=copies, where=where, credits=credits, deadline=deadline, seconds=seconds
+            host,
+            gives=gives,
+            copies=copies,
+            where=where,
+            process=process,
+            credits=credits,
+            deadline=deadline,
+            seconds=seconds,
         )
-    return checked_host(fn, gives, copies, where, credits, deadline, seconds)
+    return checked_host(fn, gives, copies, where, process, credits, deadline, seconds)
 
 
 def shared(state: Any, *, on: AnyMesh) -> Shared:

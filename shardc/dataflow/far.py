@@ -50,7 +50,7 @@ def process_of_rows(built: FlowNetwork) -> list[int]:
     if wrong:
         raise FlowError(all_offenders(f"{built.round.where}: each mesh of a flow lies in one process:", wrong))
     for a, row in enumerate(built.rows):
-        said = next((p for n in row if (p := getattr(n.work, "process", None)) is not None), None)
+        said = next((p for n in row if (p := n.work.process) is not None), None)
         if said is not None:
             found[a] = said
     found.setdefault(built.actor[built.round.nodes[0]], 0)

@@ -373,6 +373,7 @@ class _Read:
     credits: int | None = None
     changes = False
     takes: Sequence[Place] = ()
+    process: int | None = None
 
     def __init__(
         self, shared: Shared, places: Sequence[Place] | None, own: Node | None, behind: int, stale: int | None

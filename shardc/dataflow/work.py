@@ -66,6 +66,7 @@ class Work(Protocol):
       actor: the name of the actor that it shares with other nodes; None: it shares one with those of its devices.
       waits: nodes that it waits for, and the rounds by which they may be behind.
       changes: whether it changes something that outlives the run.
+      process: the process of the run that runs it; None: that of its devices, or of what reads its results.
       apart: the rounds by which it lets actors be apart that no value joins; None: any.
     """
 
@@ -89,6 +90,8 @@ class Work(Protocol):
     def waits(self) -> Sequence[tuple[int, int]]: ...
     @property
     def changes(self) -> bool: ...
+    @property
+    def process(self) -> int | None: ...
     @property
     def apart(self) -> int | None: ...
 
@@ -142,6 +145,7 @@ class FunctionWork:
     actor: object | None = None
     waits: Sequence[tuple[int, int]] = ()
     changes = False
+    process: int | None = None
     apart: int | None = 0
 
     def __init__(self, function: Callee, leaves: Sequence[Any], tree: Any) -> None:
@@ -211,14 +215,14 @@ class HostWork:
 
     def __init__(  # noqa: PLR0913  # what a call of a host function is
         self, call: Callable[..., Any], tree: Any, leaves: int, gives: Any, name: str, *,
-        credits: int | None = None, seconds: float | None = None,
+        credits: int | None = None, seconds: float | None = None, process: int | None = None,
     ) -> None:  # fmt: skip
         self._call, self._tree, self.name = call, tree, name
         pairs, self.out_tree = jax.tree_util.tree_flatten_with_path(gives)
         self.results = [x for _, x in pairs]
         self._paths = [path_text(path) for path, _ in pairs]
         self.takes, self.gives = [HOST] * leaves, [HOST] * len(pairs)
-        self.credits, self.seconds = credits, seconds
+        self.credits, self.seconds, self.process = credits, seconds, process
 
     def begin(self) -> None:
         """Nothing to ready."""
