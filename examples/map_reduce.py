@@ -132,8 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"{len(squares)} rounds, mean squared distance {squares[0]:.2f} -> {squares[-1]:.2f}\n")
 
     with tempfile.TemporaryDirectory() as folder:
-        kill = Path(folder) / "kill"
-        kill.touch()
+        (kill := Path(folder) / "kill").touch()
         killed = str(kill) if options.where == "process" else ""
         counted, rounds = word_counts(mesh, options.devices, options.bytes, options.where, killed)
         total = np.zeros(len(WORDS), np.int32)
