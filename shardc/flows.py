@@ -131,9 +131,13 @@ class Flow:
                 f"{self.where} is run in a round, where arrays do not exist yet; call it, and its nodes become a part "
                 f"of that round: state, given = {self.name}(state{', item' if self._has_item else ''})."
             )
-        wrong = [line for path, x in pairs if not is_array(x) and (line := why_no_constant(what, path_text(path), x))]
+        wrong = [
+            f"{'/'.join(filter(None, (what, path_text(path))))} is {x!r}."
+            for path, x in pairs
+            if not is_array(x) and why_no_constant(what, path_text(path), x)
+        ]
         if wrong:
-            raise ArgumentError(all_offenders(f"{self.where}: invalid leaves", wrong))
+            raise ArgumentError(all_offenders(f"{self.where}: leaves that are neither arrays nor constants:", wrong))
         if has_tracers([x for _, x in pairs]):
             raise ArgumentError(
                 f"{self.where}: a flow runs programs of its own, and cannot be part of a jax.jit, jax.grad or "

@@ -96,7 +96,7 @@ def test_a_use_that_needs_a_number(name):
 def test_an_operation_of_jax_on_a_value(fn):
     text = text_of(TracingError, run, lambda w, x: (fn(w), None))
     assert text.startswith("HERE: ")
-    assert "Value(float32[4], state)" in text
+    assert text.startswith("HERE: a JAX operation on state, a value of the round (float32[4]).")
     assert text.endswith(INSIDE)
 
 
@@ -259,7 +259,10 @@ LONE, PAIR = shardc.flow(lone), shardc.flow(pair)
             "{pair}: inputs are an item for each round, in a list or an iterator; got 3.",
         ),
         (lambda: PAIR.run(X, [X], rounds=-1), "{pair}: rounds=-1 is no whole number of 0 or more."),
-        (lambda: PAIR.run("x", [X]), "{pair}: leaves that are no arrays:\n  state is 'x'."),
+        (
+            lambda: PAIR.run([{1, 2}], [X]),
+            "{pair}: leaves that are neither arrays nor constants:\n  state/0 is {1, 2}.",
+        ),
         (
             lambda: jax.jit(lambda w: PAIR(w, w))(X),
             "{pair}: a flow runs programs of its own, and cannot be part of a jax.jit, jax.grad or jax.vmap; call it "
@@ -295,7 +298,7 @@ def test_options_of_a_flow(call, text):
         ({"copies": 0}, "copies=0 is no whole number of 1 or more"),
         (
             {"copies": 1.5, "where": "moon"},
-            "copies=1.5 is no whole number of 1 or more; where='moon' is none of 'thread', 'process'",
+            "copies=1.5 is no whole number of 1 or more; where='moon' is none of 'thread', 'process', 'ray'",
         ),
         ({"credits": 0}, "credits=0 is no whole number of 1 or more"),
         ({"deadline": 0}, "deadline=0 is no number of seconds above 0"),

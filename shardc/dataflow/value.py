@@ -7,7 +7,6 @@ from typing import Any, Final, NoReturn, Protocol
 
 from shardc.errors import TracingError
 
-
 INSIDE: Final = (
     "A round is traced once, before its values exist: do this inside a function that the round calls, a "
     "shardc.function or a shardc.host."

@@ -56,8 +56,7 @@ def test_the_verdict_of_a_random_flow_is_what_happens(part):
         built = FlowNetwork(round_of(drawn := draw(rng)), drawn.credits)
         rounds = rng.randint(1, PERIODS + 1)
         if rng.random() < 0.5:  # also fewer registers than a flow ever has
-            first = Counter(c for c, _ in built.network.first_messages())
-            fewer = [rng.randint(max(1, first[i]), e.registers) for i, e in enumerate(built.edges)]
+            fewer = [rng.randint(max(1, -(-e.delay // e.taker.every)), e.registers) for e in built.edges]
             built.network, rounds = built.network.with_registers(fewer), PERIODS
         else:
             assert find_deadlock(built.network) is None

@@ -60,7 +60,7 @@ def plan():
 
 def test_nodes_actors_and_names(plan):
     assert [str(n) for n in plan.nodes] == ["inputs", "read", "grad", "read[1]", "grad[1]", "apply", "look"]
-    assert plan.row_names == ["inputs", "read", "grad, grad[1]", "read[1]", "apply", "look"]
+    assert list(plan.network.names) == ["inputs", "read", "grad, grad[1]", "read[1]", "apply", "look"]
     assert repr(plan) == "FlowPlan(train: 7 nodes, 6 actors, 6720 bytes a round, 0.001 s)"
 
 
@@ -103,8 +103,8 @@ def test_a_deadlock():
     with pytest.raises(FlowError) as caught:
         PlannedFlow(round, 2)
     text = str(caught.value)
-    assert text.startswith("train (train.py:7): The round deadlocks: actors 1 and 2 wait for each other; ")
-    assert '  actor 1 is at early and waits for message 0 of "late -> early", which actor 2 gives in late' in text
+    assert text.startswith("train (train.py:7): The round deadlocks: early and late wait for each other; ")
+    assert '  early is at early and waits for message 0 of "late -> early", which late gives in late' in text
     assert "ipeline" not in text
 
 
