@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import jax
 
@@ -49,6 +49,9 @@ class Rounds(list[Any]):
         return {name: sum(times) / len(times) for name, times in each.items()}
 
 
+_Keep: TypeAlias = Callable[[Any], Any]
+
+
 class FlowRun:
     """A planned flow on its devices. It keeps its threads between runs; close it, or drop it.
 
@@ -63,12 +66,7 @@ class FlowRun:
         self._executor: Executor | None = None
         self._lock = threading.Lock()
         self._steps = {s.label: s for row in plan.network.actors for s in row}
-        built, nodes = plan.built, plan.nodes
-        self._kept_outs: dict[Node, list[int]] = {n: [] for n in nodes}
-        for origin in (*built.outs, *built.state):
-            if origin is not None and origin.node is not None and origin.index not in self._kept_outs[origin.node]:
-                self._kept_outs[origin.node].append(origin.index)
-        self._logged = _made_by(built.outs)
+        built = plan.built
         self._taken = {f for e in built.edges for m in e.moves if e.takes_over(m) for f in m.first}
 
     # -- opening
@@ -106,7 +104,7 @@ class FlowRun:
         edges, work, on_mesh = self._built.edges, node.work, bool(node.work.meshes)
         slots = [(k, i, m.argument) for k, (c, _) in enumerate(step.takes) for i, m in enumerate(edges[c].moves)]
         gives = [[m.output for m in edges[c].moves] for c, _ in step.gives]
-        keep = [(i, *self._keepers(node, i)) for i in self._kept_outs[node]]
+        logged, held = self._kept(node)
         again = [
             at for at in work.donated if not isinstance(node.given[at], Value) or at in self._built.constants[node]
         ]
@@ -137,8 +135,10 @@ class FlowRun:
                     ) from None
                 del given
                 current.fired[step.label] += 1
-                for i, log, state in keep:
-                    current.keep((node, i), round, log and log(made[i]), state and state(made[i]))
+                if logged or held:
+                    current.keep(
+                        node, round, [(i, keep(made[i])) for i, keep in logged], {i: keep(made[i]) for i, keep in held}
+                    )
                 sent: list[Any] = [tuple(made[i] for i in give) for give in gives]
                 if token is not None:
                     sent.append(copied(made[token[0]]) if token[1] else made[token[0]])
@@ -146,12 +146,19 @@ class FlowRun:
 
         return run
 
-    def _keepers(self, node: Node, i: int) -> tuple[Callable[[Any], Any] | None, Callable[[Any], Any] | None]:
-        """The functions that give what of a result is returned, and what is kept of it as a part of the state."""
-        late = max((o.delay for o in self._built.state if (o.node, o.index) == (node, i)), default=0)
-        log = copied if self._built.is_donated(node, i) else _stay
-        state = copied if self._built.is_donated(node, i, late) else _stay
-        return log if (node, i) in self._logged else None, state if late else None
+    def _kept(self, node: Node) -> tuple[list[tuple[int, _Keep]], list[tuple[int, _Keep]]]:
+        """The results that are returned, and those that are parts of the state, with what is kept of each: a copy if
+        another node may overwrite it before."""
+        built = self._built
+        late: dict[int, int] = {}
+        for o in built.state:
+            if o.node is node:
+                late[o.index] = max(o.delay, late.get(o.index, 0))
+        logged = sorted({o.index for o in built.outs if o is not None and o.node is node})
+        return (
+            [(i, copied if built.is_donated(node, i) else _stay) for i in logged],
+            [(i, copied if built.is_donated(node, i, rounds) else _stay) for i, rounds in late.items()],
+        )
 
     def _token(self, node: Node) -> tuple[int, bool] | None:
         """The result that says whether a node has ended: a small one that nobody overwrites, or a copy."""
@@ -308,30 +315,31 @@ class _Current:
         if items is not None:
             self.given[inputs] = [items]
         self._logs: dict[tuple[Node, int], list[Any]] = {}
-        self._state: dict[tuple[Node, int], dict[int, Any]] = {}
+        self._state: dict[Node, dict[int, dict[int, Any]]] = {}
         for origin in plan.built.outs:
             if origin is not None and origin.node is not None:
                 self._logs[origin.node, origin.index] = []
         for origin in plan.built.state:
             if origin.node is not None:
-                self._state[origin.node, origin.index] = {}
+                self._state[origin.node] = {}
         self._first_state = list(state)
         self._newest = dict.fromkeys(self._state, -1)
         self._behind = max((o.delay - 1 for o in plan.built.state if o.node is not None), default=0)
         self._lock = threading.Lock()
 
-    def keep(self, key: tuple[Node, int], round: int, log: Any, state: Any) -> None:
-        """Record a result: of the state, what the last rounds gave that all of its parts have."""
-        if key in self._logs:
-            self._logs[key].append(log)
-        if key in self._state:
-            with self._lock:
-                self._state[key][round] = state
-                self._newest[key] = round
-                whole = min(self._newest.values()) - self._behind
-                for kept in self._state.values():
-                    for r in [r for r in kept if r < whole]:
-                        del kept[r]
+    def keep(self, node: Node, round: int, logged: list[tuple[int, Any]], state: dict[int, Any]) -> None:
+        """Record results: of the state, what the last rounds gave that all of its parts have."""
+        for i, value in logged:
+            self._logs[node, i].append(value)
+        if not state:
+            return
+        with self._lock:
+            self._state[node][round] = state
+            self._newest[node] = round
+            whole = min(self._newest.values()) - self._behind
+            for kept in self._state.values():
+                for r in [r for r in kept if r < whole]:
+                    del kept[r]
 
     def past(self, rounds: int) -> dict[str, list[Any]]:
         """What the rounds after so many return late, and what becomes state late in them."""
@@ -359,7 +367,7 @@ class _Current:
         made = round + 1 - origin.delay
         if made < 0:
             return self._past[f"state {i}"][round] if round >= 0 else _known(origin.first[0], first)
-        return self._state[origin.node, origin.index][made]
+        return self._state[origin.node][made][origin.index]
 
     def last_complete(self, first: Sequence[Any]) -> tuple[int, list[Any] | None]:
         """The last rounds of which the whole state is there: their number, and the state; None if a part is lost."""
@@ -409,10 +417,6 @@ def _transport(edge: Edge) -> Callable[[Any], Any]:
 
 def _stay(values: Any) -> Any:
     return values
-
-
-def _made_by(origins: Iterable[Origin | None]) -> set[tuple[Node, int]]:
-    return {(o.node, o.index) for o in origins if o is not None and o.node is not None}
 
 
 class _Now:
