@@ -6,7 +6,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import jax
 from jax.sharding import Mesh
@@ -65,6 +65,9 @@ class Rounds(list[Any], Drawn):
         return measured_flow_chart(self._plan, self.spans, len(self))
 
 
+_Keep: TypeAlias = Callable[[Any], Any]
+
+
 class FlowRun:
     """A planned flow on its devices. It keeps its threads between runs; close it, or drop it.
 
@@ -83,17 +86,12 @@ class FlowRun:
         self._far: FarFlow | None = None
         self._steps = {s.label: s for row in plan.network.actors for s in row}
         built, nodes = plan.built, plan.nodes
-        self._kept_outs: dict[Node, list[int]] = {n: [] for n in nodes}
-        for origin in (*built.outs, *built.state):
-            if origin is not None and origin.node is not None and origin.index not in self._kept_outs[origin.node]:
-                self._kept_outs[origin.node].append(origin.index)
         works = shared_works(nodes)
         self._shared = list(dict.fromkeys(w.shared for _, w in works))
         for node, work in works:
             work.locks = self._locks(node)
         self._pots = pots_of(nodes)
         read_only_what_is_used(built)
-        self._logged = _made_by(built.outs)
         self._taken = {f for e in built.edges for m in e.moves if e.takes_over(m) for f in m.first}
 
     # -- opening
@@ -158,7 +156,7 @@ class FlowRun:
         edges, work, on_mesh = self._built.edges, node.work, bool(node.work.meshes)
         slots = [(k, i, m.argument) for k, (c, _) in enumerate(step.takes) for i, m in enumerate(edges[c].moves)]
         gives = [[m.output for m in edges[c].moves] for c, _ in step.gives]
-        keep = [(i, *self._keepers(node, i)) for i in self._kept_outs[node]]
+        logged, held = self._kept(node)
         again = [
             at for at in work.donated if not isinstance(node.given[at], Value) or at in self._built.constants[node]
         ]
@@ -192,8 +190,10 @@ class FlowRun:
                     _wait(list(made))
                 del given
                 current.fired[step.label] += 1
-                for i, log, state in keep:
-                    current.keep((node, i), round, log and log(made[i]), state and state(made[i]))
+                if logged or held:
+                    current.keep(
+                        node, round, [(i, keep(made[i])) for i, keep in logged], {i: keep(made[i]) for i, keep in held}
+                    )
                 sent: list[Any] = [tuple(made[i] for i in give) for give in gives]
                 if token is not None:
                     sent.append(copied(made[token[0]]) if token[1] else made[token[0]])
@@ -201,12 +201,19 @@ class FlowRun:
 
         return run
 
-    def _keepers(self, node: Node, i: int) -> tuple[Callable[[Any], Any] | None, Callable[[Any], Any] | None]:
-        """The functions that give what of a result is returned, and what is kept of it as a part of the state."""
-        late = max((o.delay for o in self._built.state if (o.node, o.index) == (node, i)), default=0)
-        log = copied if self._built.is_donated(node, i) else _stay
-        state = copied if self._built.is_donated(node, i, late) else _stay
-        return log if (node, i) in self._logged else None, state if late else None
+    def _kept(self, node: Node) -> tuple[list[tuple[int, _Keep]], list[tuple[int, _Keep]]]:
+        """The results that are returned, and those that are parts of the state, with what is kept of each: a copy if
+        another node may overwrite it before."""
+        built = self._built
+        late: dict[int, int] = {}
+        for o in built.state:
+            if o.node is node:
+                late[o.index] = max(o.delay, late.get(o.index, 0))
+        logged = sorted({o.index for o in built.outs if o is not None and o.node is node})
+        return (
+            [(i, copied if built.is_donated(node, i) else _stay) for i in logged],
+            [(i, copied if built.is_donated(node, i, rounds) else _stay) for i, rounds in late.items()],
+        )
 
     def _token(self, node: Node) -> tuple[int, bool] | None:
         """The result that says whether a node has ended: a small one that nobody overwrites, or a copy."""
@@ -455,31 +462,32 @@ class _Current:
         if items is not None:
             self.given[inputs] = [items]
         self._logs: dict[tuple[Node, int], list[Any]] = {}
-        self._state: dict[tuple[Node, int], dict[int, Any]] = {}
+        self._state: dict[Node, dict[int, dict[int, Any]]] = {}
         for origin in plan.built.outs:
             if origin is not None and origin.node is not None:
                 self._logs[origin.node, origin.index] = []
         for origin in plan.built.state:
             if origin.node is not None:
-                self._state[origin.node, origin.index] = {}
+                self._state[origin.node] = {}
         self._first_state = list(state)
         self._newest = dict.fromkeys(self._state, -1)
         self._behind = max((o.delay - 1 for o in plan.built.state if o.node is not None), default=0)
         self._lock = threading.Lock()
 
-    def keep(self, key: tuple[Node, int], round: int, log: Any, state: Any) -> None:
-        """Record a result: of the state, what the last rounds gave that all of its parts have."""
-        if key in self._logs:
-            self._logs[key].append(log)
-        if key in self._state:
-            with self._lock:
-                self._state[key][round] = state
-                self._newest[key] = round
-                whole = min(self._newest.values()) - self._behind
-                for k, kept in self._state.items():
-                    least = whole if self._built.apart is not None else self._newest[k]
-                    for r in [r for r in kept if r < least]:
-                        del kept[r]
+    def keep(self, node: Node, round: int, logged: list[tuple[int, Any]], state: dict[int, Any]) -> None:
+        """Record results: of the state, what the last rounds gave that all of its parts have."""
+        for i, value in logged:
+            self._logs[node, i].append(value)
+        if not state:
+            return
+        with self._lock:
+            self._state[node][round] = state
+            self._newest[node] = round
+            whole = min(self._newest.values()) - self._behind
+            for n, kept in self._state.items():
+                least = whole if self._built.apart is not None else self._newest[n]
+                for r in [r for r in kept if r < least]:
+                    del kept[r]
 
     def share_logs(self, far: FarFlow) -> None:
         """Let all processes know what the rounds gave."""
@@ -509,8 +517,8 @@ class _Current:
         made = round + 1 - origin.delay
         if made < 0:
             return self._past[f"state {i}"][round] if round >= 0 else _known(origin.first[0], first)
-        kept = self._state[origin.node, origin.index]
-        return kept[made] if self._built.apart == 0 else kept.get(made, kept[max(kept)])
+        kept = self._state[origin.node]
+        return (kept[made] if self._built.apart == 0 else kept.get(made, kept[max(kept)]))[origin.index]
 
     def last_complete(self, first: Sequence[Any]) -> tuple[int, list[Any] | None]:
         """The last rounds of which the whole state is there: their number, and the state; None if a part is lost."""
@@ -574,10 +582,6 @@ def _transport(edge: Edge) -> Callable[[Any], Any]:
 
 def _stay(values: Any) -> Any:
     return values
-
-
-def _made_by(origins: Iterable[Origin | None]) -> set[tuple[Node, int]]:
-    return {(o.node, o.index) for o in origins if o is not None and o.node is not None}
 
 
 class _Now:

@@ -140,7 +140,7 @@ class StubWork:
     def __init__(self, place, donated=(), credits=None, results=2):
         self.meshes = () if place is None else (mesh(*place),)
         where = HOST if place is None else Place(self.meshes[0], Placement({}))
-        self.takes, self.gives = [where, where], [where] * results
+        self.takes, self.gives = [where] * 3, [where] * results
         self.donated, self.credits, self.results = frozenset(donated), credits, [AVAL] * results
 
 

@@ -161,6 +161,30 @@ def getpid(x):
     return np.array([os.getpid() // 1000, os.getpid() % 1000, 0, 0], np.float32)
 
 
+LEFT = [X, X, X]
+
+
+def few_batches():
+    if not LEFT:
+        raise StopIteration
+    return LEFT.pop()
+
+
+@pytest.mark.parametrize("where", ["thread", "process"])
+def test_a_loader_elsewhere_ends_the_run(add, where):
+    LEFT[:] = [X, X, X]
+    load = shardc.host(few_batches, gives=SHAPE, where=where, deadline=30)
+
+    @shardc.flow
+    def train(w):
+        return add(w, load()), None
+
+    state, given = within(60, train.run, X)
+    train.close()
+    assert len(given) == 3
+    np.testing.assert_array_equal(state, 4 * X)
+
+
 def test_a_function_that_ends_where_it_cannot_end_the_run(add):
     left = [X, X]
 

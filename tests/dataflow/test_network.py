@@ -9,10 +9,11 @@ import jax
 import pytest
 
 from shardc.dataflow.network import FlowNetwork
+from shardc.dataflow.round import Round
 from shardc.runtime.actor import Actor
 from shardc.runtime.deadlock import find_deadlock
 from tests.dataflow.interpreter import assert_same
-from tests.dataflow.random_flows import LENGTH, draw, flow_of, round_of
+from tests.dataflow.random_flows import AVAL, LENGTH, StubWork, draw, flow_of, round_of
 from tests.runtime.watchdog import within
 
 PERIODS = 18
@@ -46,6 +47,49 @@ def run_many(built, rng, rounds):
             actors[net.channels[channel].source].credit(channel, None)
         live = [a for a in actors if a.step is not None]
     return not live
+
+
+def built_of(body):
+    """The network of a round of stubs: `call(name, place, *args)` gives two values."""
+    round = Round("train", "train (train.py:7)")
+    inputs = round.add("inputs", StubWork(None, results=1), [None], [AVAL])
+
+    def call(name, place, *args, donate=()):
+        work = StubWork(place, donate)
+        return round.values_of(round.add(name, work, args, work.results))
+
+    round.trace(lambda s, x: body(call, s, x), AVAL, inputs, jax.tree.structure(0))
+    return FlowNetwork(round, 2)
+
+
+def names(nodes):
+    return [n.name for n in nodes]
+
+
+def test_calls_on_shared_devices_are_one_actor():
+    def body(call, s, x):
+        a = call("a", (0, 2), s)
+        b = call("b", (4, 2), a[0])
+        c = call("c", (1, 2), b[0])
+        return call("d", (2, 1), c[0])[0], call("e", None, b[1])
+
+    assert [names(row) for row in built_of(body).rows] == [["inputs"], ["a", "c", "d"], ["b"], ["e"]]
+
+
+def test_a_loader_may_end_a_run_if_nothing_of_its_round_is_done_before():
+    def body(call, s, x):
+        loader = call("loader", None, x)
+        seen = call("look", (0, 2), s)
+        weighed = call("weigh", None, seen[0])  # on the host, between two meshes
+        late = call("after", None, call("taker", (4, 2), s, donate=[0])[0])
+        return call("update", (2, 2), loader[0], weighed[0], late[0])[0], call("log", None, s)
+
+    built = built_of(body)
+    assert names(built.ends) == ["inputs", "loader", "weigh"]
+    gates = {(e.giver.name, e.taker.name) for e in built.edges if e.is_gate}
+    assert ("weigh", "look") not in gates  # it waits for it
+    assert {("inputs", "look"), ("loader", "log"), ("weigh", "taker")} <= gates
+    assert find_deadlock(built.network) is None
 
 
 @pytest.mark.parametrize("part", range(10))

@@ -453,6 +453,7 @@ def test_late_parts_of_the_state_are_kept_while_others_are_donated(pause):
     assert_same(train, state, rounds=6, pause=pause)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("pause", [1, 4, 7])
 @pytest.mark.parametrize("delay", [0, 1, 3])
 def test_a_run_goes_on_from_its_state_and_what_was_pending(delay, pause):
