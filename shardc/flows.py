@@ -376,9 +376,9 @@ def shared(state: Any, *, on: AnyMesh) -> Shared:
     if not jax.tree.leaves(state):
         raise ArgumentError("shardc.shared: the state has no arrays.")
 
-    def wrapped(fn: Callable[..., Any]) -> Any:
+    def wrapped(fn: Callable[..., Any], *, changes: bool) -> Any:
         names = list(inspect.signature(fn).parameters)
-        return function(fn, mesh=on, donate_argnames=names[:1])
+        return function(fn, mesh=on, donate_argnames=names[:1] if changes else ())
 
     return Shared(state, on, wrapped)
 

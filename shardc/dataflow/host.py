@@ -199,6 +199,7 @@ class _Process:
                 'of a module, or write where="thread".'
             ) from error
         there.close()
+        self._is_ready = False
 
     @property
     def alive(self) -> bool:
@@ -210,6 +211,9 @@ class _Process:
 
     def ask(self, given: Any, deadline: float | None) -> tuple[Any, BaseException | None] | None:
         try:
+            if not self._is_ready:  # a deadline is for a call, not for the start
+                self._here.recv()
+                self._is_ready = True
             self._here.send(given)
             if self._here.poll(deadline):
                 return self._here.recv()
@@ -263,6 +267,7 @@ class _Asked:
 def _serve_process(there: Connection, call: Callable[..., Any]) -> None:
     """The body of a simulator's process. It computes on the CPU: the devices are the flow's."""
     jax.config.update("jax_platforms", "cpu")
+    there.send(None)
     while True:
         try:
             given = there.recv()

@@ -58,6 +58,7 @@ class Edge:
       delay: in rounds.
       moves: the leaves; none if the taker only waits for the giver.
       registers: of its channel; None: as many as are needed.
+      is_gate: whether it only says that there is a round. It holds nobody back who is ahead as far as others let it.
     """
 
     giver: Node
@@ -65,6 +66,7 @@ class Edge:
     delay: int
     moves: list[Move] = field(default_factory=list[Move])
     registers: int | None = 1
+    is_gate: bool = False
 
     def places(self, move: Move) -> tuple[Place, Place]:
         """Where a leaf is given and taken."""
@@ -200,7 +202,7 @@ class FlowNetwork:
                 gated = False
                 for node in row:
                     if not (gated or node in reached or (node in early and source.number)):
-                        self.edges.append(Edge(source, node, 0))
+                        self.edges.append(Edge(source, node, 0, is_gate=True))
                     gated |= node.every == 1
 
     # -- registers and copies
@@ -217,7 +219,8 @@ class FlowNetwork:
     def _with_registers(self, edge: Edge) -> Edge:
         late = -(-edge.delay // edge.taker.every)  # the most that it holds between two rounds
         same = self.actor[edge.giver] == self.actor[edge.taker]
-        edge.registers = late + (1 if same else edge.giver.work.credits or self.credits)
+        credits = [n.work.credits or self.credits for n in (self.round.nodes if edge.is_gate else [edge.giver])]
+        edge.registers = late + (1 if same else sum(credits))
         if edge.giver.number == 0:  # all read the same inputs
             edge.registers = None if self.apart is None else edge.registers + self.apart
         elif not edge.moves and (edge.giver.number, edge.delay) in edge.taker.work.waits:
@@ -283,7 +286,7 @@ class FlowNetwork:
             gives[e.giver].append((number, e))
         actors = [tuple(self._steps(row, takes, gives)) for row in self.rows]
         names = tuple(map(_row_name, self.rows))
-        return Network(tuple(actors), tuple(channels), self.period, names=names, kind="flow")
+        return Network(tuple(actors), tuple(channels), self.period, names=names, kind="round")
 
     def _steps(
         self, row: Sequence[Node], takes: Mapping[Node, list[tuple[int, Edge]]],

@@ -434,7 +434,7 @@ class FlowRun:
             f"{self.plan.round.where}: {node} failed in round {error.round}{line}: {type(cause).__name__}: {cause}\n"
             f"All actors have stopped; {known}."
         )
-        return RoundFailedError(text, str(node), error.round, complete, kept, current.given_in(complete))
+        return RoundFailedError(text, str(node), error.round, complete, kept, list(current.given_in(complete)))
 
 
 class _Current:

@@ -11,9 +11,9 @@ With stale=0 a round has one read for all, and the changes of the next round wai
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
-from functools import lru_cache
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import lru_cache, partial
 from time import monotonic
 from typing import Any, Final, cast
 
@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from shardc import compat
+from shardc.arrays.placed import is_placed
 from shardc.dataflow.moves import copied, to_place
 from shardc.dataflow.network import FlowNetwork
 from shardc.dataflow.round import Node, Round, aval_of, outside, traced_round
@@ -45,18 +46,19 @@ class Shared:
       changes: the number of changes that were applied.
     """
 
-    def __init__(self, state: Any, mesh: AnyMesh, wrap: Callable[[Callable[..., Any]], Callee]) -> None:
-        """`wrap` makes a `shardc.function` on the mesh of a plain function that may overwrite its first argument."""
-        self.mesh, self._wrap = mesh, wrap
+    def __init__(self, state: Any, mesh: AnyMesh, wrap: Callable[..., Callee]) -> None:
+        """`wrap` makes a `shardc.function` on the mesh of a plain function, which may overwrite its first argument if
+        `changes`."""
+        self.mesh, self._wrap, self._wrap_reader = mesh, partial(wrap, changes=True), partial(wrap, changes=False)
         leaves, self.tree = jax.tree.flatten(state)
         self.avals = [aval_of(x) for x in leaves]
         self.leaves = [copied(x) for x in leaves]  # changes may overwrite them
         self.changes = 0
-        self.changed_by: Callee | None = None
-        """The last function, which left the state at its own placements."""
+        self.places: Sequence[Place] | None = None
+        """Where the last change left the leaves."""
         self.lock = threading.RLock()
         self.in_use = threading.Lock()
-        self._wrapped: dict[Callable[..., Any], Callee] = {}
+        self._wrapped: dict[Any, Callee] = {}
         self._traced: Round | None = None
 
     @property
@@ -91,42 +93,49 @@ class Shared:
         """
         round = self._round("change")
         self._check(round, stale, quorum, grace)
-        function = self._function(fn)
-        source = compat.users_line()
-        leaves, tree = jax.tree.flatten(args)
+        function = self._function(fn, self._wrap)
+        leaves, tree, known = _known(args)
         with outside():
-            known = [jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, Value) else x for x in leaves]
             work = _Change(self, function, known, tree, stale if quorum is None else None, quorum, grace)
         name = getattr(fn, "__name__", "change")
-        work.actor = "shared", id(self), f"change {len(round.nodes)}"
-        changed = round.add(name, work, leaves, work.results, 1, source)
-        read = _Read(self, work.places, None if work.stale == 0 else changed, 0, work.stale)
-        return self._seen(round, f"{name} seen", read, source)
+        changed = self._add(round, name, work, leaves)
+        return self._seen(round, f"{name} seen", _Read(self, None if work.stale == 0 else changed, 0, work.stale))
 
     @compat.face
-    def read(self, *, stale: int | None = 0) -> Any:
-        """The state as a round begins, in a flow's round.
+    def read(self, fn: Callable[..., Any] | None = None, *args: Any, stale: int | None = 0) -> Any:
+        """The state as a round begins, in a flow's round, or what a function makes of it.
 
         Args:
+          fn: `fn(state, *args)` is computed where the state is, and its result is what is sent: some rows of a table. A
+            `shardc.function` on this mesh, or a plain function, which is made one. None: the state itself.
+          *args: values of the round, and arrays.
           stale: the rounds by which changes may be behind. 0: it has all changes of the rounds before, and no others if
             those have stale=0 too; s: all but those of the last s rounds, which may be in it or not; None: whatever is
             there.
 
         Returns:
-          The state as values of the round. What is not used is not sent.
+          The state, or the result of `fn`, as values of the round. What is not used is not sent.
         """
         round = self._round("read")
         self._check(round, stale, None, 0.0)
-        return self._seen(round, "shared state", _Read(self, None, None, 1, stale), compat.users_line())
+        if fn is None:
+            return self._seen(round, "shared state", _Read(self, None, 1, stale))
+        function = self._function(fn, self._wrap_reader)
+        leaves, tree, known = _known(args)
+        with outside():
+            work = _Pull(self, function, known, tree, stale)
+        return work.out_tree.unflatten(round.values_of(self._add(round, getattr(fn, "__name__", "read"), work, leaves)))
 
-    def _seen(self, round: Round, name: str, read: _Read, source: str) -> Any:
+    def _seen(self, round: Round, name: str, read: _Read) -> Any:
         """The values of a read; of one that is there already, if all see the same."""
-        exact = (n for n, r in _reads(round, self) if read.is_exact and r.is_exact and r.behind == read.behind)
-        node = next(exact, None)
-        if node is None:
-            read.actor = "shared", id(self), f"read {len(round.nodes)}"
-            node = round.add(name, read, [], self.avals, 1, source)
-        return self.tree.unflatten(round.values_of(node))
+        same = (n for n, r in _reads(round, self) if type(r) is _Read and r.is_exact and r.behind == read.behind)
+        node = next(same, None) if read.is_exact else None
+        return self.tree.unflatten(round.values_of(node or self._add(round, name, read, [])))
+
+    def _add(self, round: Round, name: str, work: _Change | _Read | _Pull, leaves: Sequence[Any]) -> Node:
+        """Add a node that is an actor of its own."""
+        work.actor = "shared", id(self), len(round.nodes)
+        return round.add(name, work, leaves, work.results, 1, compat.users_line())
 
     def _round(self, what: str) -> Round:
         round = traced_round()
@@ -157,7 +166,8 @@ class Shared:
         works = [cast("_Change", n.work) for n in changes]
         self._make_pot(round, works)
         for node, read in _reads(round, self):
-            read.places = read.places or next((w.places for w in works), None)
+            if isinstance(read, _Read):
+                read.places = next((w.places for w in works), None)
             read.waits = read.waits_of(changes)
             for c, work in zip(changes, works, strict=True):
                 if c is read.own or (read.is_exact and work.stale == 0):
@@ -178,17 +188,17 @@ class Shared:
         for k, work in enumerate(works):
             work.pot, work.member = pot, k
 
-    def _function(self, fn: Callable[..., Any]) -> Callee:
+    def _function(self, fn: Callable[..., Any], wrap: Callable[[Callable[..., Any]], Callee]) -> Callee:
         if not callable(fn):
-            raise ArgumentError(f"shardc.shared: change wants a function, got {fn!r}.")
+            raise ArgumentError(f"shardc.shared: a change, or a read, wants a function, got {fn!r}.")
         if hasattr(fn, "call_every"):
             function: Any = fn
             if function.mesh != self.mesh:
-                raise ArgumentError(f"{where_of(fn)} is on another mesh than the shared state that it changes.")
+                raise ArgumentError(f"{where_of(fn)} is on another mesh than the shared state that it takes.")
             return function
-        if fn not in self._wrapped:
-            self._wrapped[fn] = self._wrap(fn)
-        return self._wrapped[fn]
+        if (fn, wrap) not in self._wrapped:
+            self._wrapped[fn, wrap] = wrap(fn)
+        return self._wrapped[fn, wrap]
 
 
 class Pot:
@@ -252,13 +262,45 @@ class Pot:
         return False
 
 
-class _Change(FunctionWork):
+class _OnState(FunctionWork):
+    """A function of the state and more.
+
+    Attributes:
+      locks: under which programs on its devices begin.
+    """
+
+    def __init__(self, shared: Shared, function: Callee, leaves: Sequence[Any], tree: Any) -> None:
+        self.shared = shared
+        self.locks: Sequence[Any] = [shared.lock]
+        state = shared.tree.unflatten(shared.avals)
+        whole, structure = jax.tree.flatten(((state, *tree.unflatten(leaves)), {}))
+        super().__init__(function, whole, structure)
+        count = len(shared.avals)
+        self._enters, self.takes = self.takes[:count], self.takes[count:]
+        self.donated = frozenset(i - count for i in self.donated if i >= count)
+
+    def begin(self) -> None:
+        """Compile."""
+        super().begin()
+        self._entries = [to_place(p, a) for p, a in zip(self._enters, self.shared.avals, strict=True)]
+
+    def _call(self, given: list[Any]) -> list[Any]:
+        """The results, under the locks."""
+        shared = self.shared
+        state = shared.leaves
+        if self._enters != shared.places:
+            state = [put(x) for put, x in zip(self._entries, state, strict=True)]
+            if shared.places is None:
+                shared.leaves, shared.places = state, self._enters
+        return list(super().run([*state, *given], 0))
+
+
+class _Change(_OnState):
     """The work of a change. Its result, which nobody takes, tells when it has ended.
 
     Attributes:
       stale: the rounds by which others may be behind; None: any.
       pot, member: where it waits for others, and its number there.
-      locks: under which programs on its devices begin.
     """
 
     changes = True
@@ -267,13 +309,10 @@ class _Change(FunctionWork):
         self, shared: Shared, function: Callee, leaves: Sequence[Any], tree: Any, stale: int | None,
         quorum: tuple[int, int] | None, grace: float,
     ) -> None:  # fmt: skip
-        self.shared, self.stale, self.quorum, self._grace = shared, stale, quorum, grace
+        self.stale, self.quorum, self._grace = stale, quorum, grace
         self.pot: Pot | None = None
         self.member = 0
-        self.locks: Sequence[Any] = [shared.lock]
-        state = shared.tree.unflatten(shared.avals)
-        whole, structure = jax.tree.flatten(((state, *tree.unflatten(leaves)), {}))
-        super().__init__(function, whole, structure)
+        super().__init__(shared, function, leaves, tree)
         name = getattr(function, "__name__", "change")
         if self.out_tree != shared.tree or [(a.shape, a.dtype) for a in self.results] != [
             (a.shape, a.dtype) for a in shared.avals
@@ -290,35 +329,20 @@ class _Change(FunctionWork):
                 f"{name} takes {whole_numbers[0]!r}, and with quorum= it gets means: give it floats, or count them "
                 "inside."
             )
-        count = len(shared.avals)
-        self._enters, self.takes = self.takes[:count], self.takes[count:]
         self.places = list(self.gives)
-        self.donated = frozenset(i - count for i in self.donated if i >= count)
-        self._smallest = smallest(shared.avals)
-        self.results, self.gives = [self.results[self._smallest]], [self.gives[self._smallest]]
-
-    def begin(self) -> None:
-        """Compile."""
-        super().begin()
-        self._entries = [to_place(p, a) for p, a in zip(self._enters, self.shared.avals, strict=True)]
+        self.results, self.gives = [jax.ShapeDtypeStruct((1,), shared.avals[0].dtype)], [Place(shared.mesh)]
 
     def run(self, given: list[Any], round: int) -> Sequence[Any]:
-        if self.stale != 0:  # one that is launched earlier would make all others wait until it is ready
-            jax.block_until_ready(given)
+        if self.stale != 0:
+            _wait_for(given)
         return self._apply(given) if self.pot is None else self._contribute(self.pot, given)
 
     def _apply(self, given: list[Any]) -> list[Any]:
         shared = self.shared
-        with ExitStack() as held:
-            for lock in self.locks:
-                held.enter_context(lock)
-            state = shared.leaves
-            if self._enters != self.places or shared.changed_by is not self._function:
-                state = [put(x) for put, x in zip(self._entries, state, strict=True)]
-            shared.leaves = list(super().run([*state, *given], 0))
-            shared.changed_by = self._function
+        with _all(self.locks):
+            shared.leaves, shared.places = self._call(given), self.places
             shared.changes += 1
-            return [copied(shared.leaves[self._smallest])]
+            return [_one_of(shared.leaves[0])]
 
     def _contribute(self, pot: Pot, given: list[Any]) -> list[Any]:
         """Wait for others; one of them applies the changes of all."""
@@ -356,13 +380,53 @@ def _described(tree: Any, avals: Sequence[Any]) -> str:
     return str(tree.unflatten([f"{a.dtype.name}{list(a.shape)}" for a in avals]))
 
 
-class _Read:
-    """The work of a read: a copy of what is used of the state.
+@contextmanager
+def _all(locks: Sequence[Any]) -> Generator[None]:
+    with ExitStack() as held:
+        for lock in locks:
+            held.enter_context(lock)
+        yield
+
+
+def _one_of(x: Any) -> Any:
+    """A number of an array, which is there when the array is."""
+    return copied(x) if is_placed(x) else _first(x.addressable_data(0))
+
+
+@jax.jit
+def _first(x: Any) -> Any:
+    return x.ravel()[:1]
+
+
+class _Reader:
+    """What reads have in common.
 
     Attributes:
       own: the change that it follows; None: none of its own.
       behind: 0: it is a read as a round ends, 1: as one begins.
       stale: the rounds by which changes may be behind besides; None: any.
+    """
+
+    def __init__(self, own: Node | None, behind: int, stale: int | None) -> None:
+        self.own, self.behind, self.stale = own, behind, stale
+        self.apart: int | None = stale
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether it has certain changes and no others."""
+        return self.own is None and self.stale == 0
+
+    def waits_of(self, changes: Sequence[Node]) -> list[tuple[int, int]]:
+        """The changes that it waits for, and the rounds by which they may be behind."""
+        if self.stale is None:
+            return [] if self.own is None else [(self.own.number, 0)]
+        return [(c.number, 0 if c is self.own else self.behind + self.stale) for c in changes]
+
+
+class _Read(_Reader):
+    """The work of a read of the state: a copy of what is used.
+
+    Attributes:
       used: the leaves that somebody reads.
       locks: under which programs on its devices begin.
     """
@@ -375,28 +439,15 @@ class _Read:
     takes: Sequence[Place] = ()
     process: int | None = None
 
-    def __init__(
-        self, shared: Shared, places: Sequence[Place] | None, own: Node | None, behind: int, stale: int | None
-    ) -> None:
-        self.shared, self.places = shared, places
-        self.own, self.behind, self.stale = own, behind, stale
+    def __init__(self, shared: Shared, own: Node | None, behind: int, stale: int | None) -> None:
+        super().__init__(own, behind, stale)
+        self.shared, self.results = shared, shared.avals
+        self.places = cast("_Change", own.work).places if own is not None else None
         self.meshes: tuple[AnyMesh, ...] = (shared.mesh,)
         self.actor: object | None = None
         self.waits: Sequence[tuple[int, int]] = ()
-        self.apart = stale
         self.locks: Sequence[Any] = [shared.lock]
         self.used: frozenset[int] = frozenset(range(len(shared.avals)))
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether it has certain changes and no others, so that one read is enough for all."""
-        return self.own is None and self.stale == 0
-
-    def waits_of(self, changes: Sequence[Node]) -> list[tuple[int, int]]:
-        """The changes that it waits for, and the rounds by which they may be behind."""
-        if self.stale is None:
-            return [] if self.own is None else [(self.own.number, 0)]
-        return [(c.number, 0 if c is self.own else self.behind + self.stale) for c in changes]
 
     @property
     def gives(self) -> Sequence[Place]:
@@ -409,27 +460,44 @@ class _Read:
         """Nothing is held."""
 
     def run(self, given: list[Any], round: int) -> Sequence[Any]:
-        shared = self.shared
-        with ExitStack() as held:
-            for lock in self.locks:
-                held.enter_context(lock)
-            return [copied(x) if i in self.used else None for i, x in enumerate(shared.leaves)]
+        with _all(self.locks):
+            return [copied(x) if i in self.used else None for i, x in enumerate(self.shared.leaves)]
 
 
-def _reads(round: Round, shared: Shared) -> Iterator[tuple[Node, _Read]]:
+class _Pull(_Reader, _OnState):
+    """The work of a read that computes."""
+
+    def __init__(self, shared: Shared, function: Callee, leaves: Sequence[Any], tree: Any, stale: int | None) -> None:
+        _Reader.__init__(self, None, 1, stale)
+        _OnState.__init__(self, shared, function, leaves, tree)
+
+    def run(self, given: list[Any], round: int) -> Sequence[Any]:
+        if self.stale != 0:
+            _wait_for(given)
+        with _all(self.locks):
+            return self._call(given)
+
+
+def _wait_for(given: Sequence[Any]) -> None:
+    """Wait until arguments are there: a program that is launched earlier makes those of all others wait with it."""
+    jax.block_until_ready(given)
+
+
+def _known(args: Sequence[Any]) -> tuple[list[Any], Any, list[Any]]:
+    """The leaves of arguments, their structure, and what is known of them."""
+    leaves, tree = jax.tree.flatten(args)
+    return leaves, tree, [jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, Value) else x for x in leaves]
+
+
+def _reads(round: Round, shared: Shared) -> Iterator[tuple[Node, _Read | _Pull]]:
     for node in round.nodes:
-        if isinstance(node.work, _Read) and node.work.shared is shared:
+        if isinstance(node.work, _Read | _Pull) and node.work.shared is shared:
             yield node, node.work
 
 
-def smallest(avals: Sequence[Any]) -> int:
-    """The number of the smallest leaf."""
-    return min(range(len(avals)), key=lambda i: avals[i].size)
-
-
-def shared_works(nodes: Sequence[Node]) -> list[tuple[Node, _Change | _Read]]:
+def shared_works(nodes: Sequence[Node]) -> list[tuple[Node, _Change | _Read | _Pull]]:
     """The nodes that change or read shared states."""
-    return [(n, n.work) for n in nodes if isinstance(n.work, _Change | _Read)]
+    return [(n, n.work) for n in nodes if isinstance(n.work, _Change | _Read | _Pull)]
 
 
 def pots_of(nodes: Sequence[Node]) -> list[Pot]:
@@ -439,9 +507,9 @@ def pots_of(nodes: Sequence[Node]) -> list[Pot]:
 
 
 def read_only_what_is_used(built: FlowNetwork) -> None:
-    """Let reads copy those leaves that somebody takes, and the smallest one, which tells when they have ended."""
+    """Let reads copy those leaves that somebody takes."""
     for node in built.round.nodes:
         if isinstance(node.work, _Read):
             taken = {m.output for e in built.edges if e.giver is node for m in e.moves}
             given = {o.index for o in (*built.outs, *built.state) if o is not None and o.node is node}
-            node.work.used = frozenset(taken | given | {smallest(node.results)})
+            node.work.used = frozenset(taken | given)

@@ -8,21 +8,17 @@ from typing import Any, Final, NoReturn, Protocol
 from shardc.errors import TracingError
 
 
-class Owner(Protocol):
-    """What a value knows of its round.
-
-    Attributes:
-      where: the flow and its line, for errors.
-    """
-
-    where: str
-
-
 INSIDE: Final = (
     "A round is traced once, before its values exist: do this inside a function that the round calls, a "
     "shardc.function or a shardc.host."
 )
 """What to do about a use that needs a number."""
+
+
+class Traced(Protocol):
+    """The round of a value: `where` names it for errors."""
+
+    where: str
 
 
 class Made:
@@ -70,7 +66,7 @@ class Value:
 
     __slots__ = ("aval", "name", "origin", "round")
 
-    def __init__(self, aval: Any, origin: Made | Held | Late, round: Owner, name: str) -> None:
+    def __init__(self, aval: Any, origin: Made | Held | Late, round: Traced, name: str) -> None:
         self.aval, self.origin, self.round, self.name = aval, origin, round, name
 
     @property

@@ -20,8 +20,8 @@ PERIODS = 18
 
 
 def run_many(built, rng, rounds):
-    """Whether all actors end so many rounds, when they fire in a random order. Each value is the round in which it was made: a step
-    gets those of its delay, and no channel holds more than its registers."""
+    """Whether all actors end so many rounds, when they fire in a random order. Each value is the round in which it was
+    made: a step gets those of its delay, and no channel holds more than its registers."""
     net, edges = built.network, built.edges
     actors = [Actor(net, a, None, rounds) for a in range(len(net.actors))]
     inside, turns = Counter(), Counter()

@@ -329,6 +329,26 @@ def test_a_fleet(where):
     train.close()
 
 
+# ---- bounds
+
+
+@pytest.mark.parametrize("delay", [0, 2])
+@pytest.mark.parametrize("credits", [1, 3])
+def test_nobody_is_ahead_by_more_than_the_registers(delay, credits):
+    """A register is taken when the giver begins, and free when the taker has ended."""
+    flow, rounds = parameter_server(delay, rate=1, credits=credits), 24
+    _, given = flow.run(start(), range(rounds), record=True)
+    spans = {(str(s.label), s.round): s for s in given.spans}
+    edges = flow.plan(start(), 0).edges
+    assert len(spans) == rounds * len(flow.plan(start(), 0).nodes)
+    for e, r in itertools.product(edges, range(rounds)):
+        read, freed = r + e.delay, r + e.delay - e.registers  # the rounds in which the taker reads it, and gave way
+        begin = spans[e.giver.name, r].start
+        assert read >= rounds or spans[e.taker.name, read].start >= begin
+        assert freed < 0 or spans[e.taker.name, freed].end <= begin or e.giver is e.taker
+    assert set(given.seconds) == {n.name for n in flow.plan(start(), 0).nodes}
+
+
 # ---- donation
 
 

@@ -531,7 +531,7 @@ def widen(w, x):
         (jnp.add, {"quorum": (1, 1), "grace": -1.0}, ArgumentError, "grace=-1.0"),
         (grow, {}, FlowError, "grow does not return a state like the one that it changes"),
         (widen, {}, FlowError, r"takes   float32\[\]\n  returns float32\[3\]"),
-        (3, {}, ArgumentError, "change wants a function, got 3"),
+        (3, {}, ArgumentError, "a change, or a read, wants a function, got 3"),
     ],
 )
 def test_wrong_changes(fn, options, error, text):
@@ -577,7 +577,7 @@ def test_a_function_on_another_mesh():
     def flow(state, x):
         return state, held.change(there, x)
 
-    with pytest.raises(ArgumentError, match="is on another mesh than the shared state"):
+    with pytest.raises(ArgumentError, match="is on another mesh than the shared state that it takes"):
         flow.plan((), 1.0)
 
 
