@@ -23,6 +23,7 @@ from shardc.dataflow.value import Value
 from shardc.dataflow.work import Place
 from shardc.errors import FlowError, PeerLostError, PipelineError, PipelineTaskError, RoundFailedError
 from shardc.execute.far_values import bring
+from shardc.execute.recording import Recording
 from shardc.machine.devices import me
 from shardc.passes.trace.trace import settings, under
 from shardc.report.chart import Chart
@@ -279,13 +280,20 @@ class FlowRun:
                 current.share_logs(self._far)
             left = self._pending(executor.left, complete) | current.past(complete)
             executor.left = {}
-            given = Rounds(current.given_in(complete), left, self.plan, spans)
+            given = Rounds(current.given_in(complete), left, self.plan, self._of_all(spans) if record else ())
+            given.writes = self._far is None or not self._far.cluster.me
             return self._last_state(current, complete - 1, state), given
         finally:
             self._now.run = None
             for shared in taken:
                 shared.in_use.release()
             self._lock.release()
+
+    def _of_all(self, spans: Sequence[Span]) -> Sequence[Span]:
+        """The times of the nodes of all processes, on one clock."""
+        if self._far is None:
+            return spans
+        return Recording(spans, 0.0, None).gathered(self.plan.network, self._far.cluster).spans
 
     def _brought(self, state: Sequence[Any]) -> list[Any]:
         """The state with those leaves here that several processes read when a run begins."""

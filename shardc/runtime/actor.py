@@ -148,6 +148,11 @@ class Network:
         """How many messages are in each channel when a run begins."""
         return Counter(c for c, _ in self.first_messages())
 
+    def ran(self, actor: int, count: int) -> list[tuple[int, Step]]:
+        """The first steps that an actor runs, period after period, each with its round."""
+        steps = self.actors[actor]
+        return [(i // len(steps) * self.period + (s := steps[i % len(steps)]).round, s) for i in range(count)]
+
     def with_registers(self, registers: Sequence[int | None]) -> Network:
         """This network with other numbers of registers, one for each channel."""
         channels = tuple(replace(c, registers=r) for c, r in zip(self.channels, registers, strict=True))

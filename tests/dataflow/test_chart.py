@@ -1,6 +1,9 @@
 """Flows as text, pictures and traces, planned and measured."""
 
 import json
+import os
+import subprocess
+import sys
 import xml.etree.ElementTree as ET
 
 import jax
@@ -102,3 +105,35 @@ def test_functions_of_one_letter_have_letters_of_their_own():
     assert "a add, A arm, s ask, S as_, " not in text  # only the first letter has a capital
     assert "a add, A arm, s ask, b as_, c a, the number is the round" in text
     assert "inputs" not in text
+
+
+FAR = """
+import jax, numpy as np, shardc
+from jax.sharding import Mesh
+
+def near(x): return x * 2
+def far(x): return x + 1
+
+devices = shardc.devices()
+meshes = [Mesh(np.array([d]), ("data",)) for d in (devices[0], devices[-1])]
+first, second = (shardc.function(f, mesh=m) for f, m in zip((near, far), meshes))
+
+@shardc.flow
+def train(x):
+    return second(first(x)), None
+
+given = train.run(np.float32(1), rounds=4, record=True)[1]
+print(sorted({str(s.label) for s in given.spans}), [len(row) for row in given.chart.tracks[1].timeline.spans])
+"""
+
+
+@pytest.mark.sampled(0)
+def test_times_are_those_of_all_processes(tmp_path):
+    (tmp_path / "far.py").write_text(FAR)
+    command = [sys.executable, "-m", "shardc", "run", "--processes", "2", "--devices", "1", "--islands", "2"]
+    done = subprocess.run(
+        [*command, str(tmp_path / "far.py")], capture_output=True, text=True, timeout=120, check=False,
+        env={k: v for k, v in os.environ.items() if k != "XLA_FLAGS"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "['far', 'inputs', 'near'] [4, 4, 4]" in done.stdout
