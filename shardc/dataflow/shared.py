@@ -278,6 +278,7 @@ class _OnState(FunctionWork):
         count = len(shared.avals)
         self._enters, self.takes = self.takes[:count], self.takes[count:]
         self.donated = frozenset(i - count for i in self.donated if i >= count)
+        self.peak += _bytes(shared, self._enters)
 
     def begin(self) -> None:
         """Compile."""
@@ -433,7 +434,6 @@ class _Read(_Reader):
 
     donated: frozenset[int] = frozenset()
     seconds: float | None = 0.0
-    peak = 0
     credits: int | None = None
     changes = False
     takes: Sequence[Place] = ()
@@ -451,6 +451,10 @@ class _Read(_Reader):
     @property
     def gives(self) -> Sequence[Place]:
         return self.places or [Place(self.shared.mesh)] * len(self.shared.avals)
+
+    @property
+    def peak(self) -> int:
+        return 2 * _bytes(self.shared, self.gives)
 
     def begin(self) -> None:
         """Nothing to ready."""
@@ -480,6 +484,11 @@ class _Pull(_Reader, _OnState):
 def _wait_for(given: Sequence[Any]) -> None:
     """Wait until arguments are there: a program that is launched earlier makes those of all others wait with it."""
     jax.block_until_ready(given)
+
+
+def _bytes(shared: Shared, places: Sequence[Place]) -> int:
+    """Bytes of a state on one device."""
+    return sum(p.bytes(a) for p, a in zip(places, shared.avals, strict=True))
 
 
 def _known(args: Sequence[Any]) -> tuple[list[Any], Any, list[Any]]:
