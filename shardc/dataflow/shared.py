@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import lru_cache, partial
+from functools import partial
 from time import monotonic
 from typing import Any, Final, cast
 
@@ -80,9 +80,10 @@ class Shared:
           stale: the rounds by which other changes of this state may be behind when the result is read. 0: the result
             has the changes of all others of the same round, and is the same for all (bulk synchronous); s: nobody is
             more than s rounds ahead of the slowest (stale synchronous); None: nobody waits (asynchronous).
-          quorum: (fewest, most): changes are collected, and applied together as one, with the mean of their arguments,
-            when the most have come, or `grace` seconds after the fewest have. Who comes later is in the next one.
-            Nobody waits for `stale` then. Calls whose rounds are over do not count.
+          quorum: (fewest, most): changes are collected, and applied together as one when the most have come, or `grace`
+            seconds after the fewest have. Who comes later is in the next one. `fn` gets the sums of their arguments,
+            divided by the number of calls in a round: their mean if all have come; each counts the same, whenever it
+            comes. Nobody waits for `stale` then. Calls whose rounds are over are not waited for.
           grace: seconds.
 
         Returns:
@@ -326,10 +327,7 @@ class _Change(_OnState):
         self._averaged = [isinstance(x, jax.ShapeDtypeStruct) for x in leaves]
         whole_numbers = [x for x in leaves if not jnp.issubdtype(jax.dtypes.result_type(x), jnp.inexact)]
         if quorum is not None and whole_numbers:
-            raise FlowError(
-                f"{name} takes {whole_numbers[0]!r}, and with quorum= it gets means: give it floats, or count them "
-                "inside."
-            )
+            raise FlowError(f"{name} takes {whole_numbers[0]!r}, and with quorum= it gets means: give it floats.")
         self.places = list(self.gives)
         self.results, self.gives = [jax.ShapeDtypeStruct((1,), shared.avals[0].dtype)], [Place(shared.mesh)]
 
@@ -363,18 +361,14 @@ class _Change(_OnState):
         return made
 
     def _together(self, pot: Pot) -> list[Any]:
-        """The arguments of all, in the order of calls: as means, but for constants."""
+        """The arguments of all: as means over the members, but for constants."""
         columns = zip(self._averaged, *(pot.given[k] for k in sorted(pot.given)), strict=True)
-        return [_mean(column) if averaged else column[0] for averaged, *column in columns]
+        return [_mean(pot.members, *column) if averaged else column[0] for averaged, *column in columns]
 
 
-def _mean(column: Sequence[Any]) -> Any:
-    return column[0] if len(column) == 1 else _means(len(column))(*column)
-
-
-@lru_cache(maxsize=64)
-def _means(count: int) -> Callable[..., Any]:
-    return jax.jit(lambda *xs: sum(xs[1:], xs[0]) / count)
+@partial(jax.jit, static_argnums=0)
+def _mean(members: int, *xs: Any) -> Any:
+    return sum(xs[1:], xs[0]) / members
 
 
 def _described(tree: Any, avals: Sequence[Any]) -> str:
