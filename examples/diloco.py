@@ -59,7 +59,7 @@ def make(cfg: gpt2.Config, steps: int, grace: float, slow: float = 0.0):
     devices = jax.devices()
     *meshes, server = (jax.sharding.Mesh(np.array([d]), ("data",)) for d in devices[: LEARNERS + 1])
     params, opt = gpt2.make_step(cfg)[0](jax.random.key(0))
-    outer = optax.sgd(0.7, momentum=0.9, nesterov=True)
+    outer = optax.sgd(0.7, momentum=0.5, nesterov=True)
     held = shardc.shared({"params": params, "opt": outer.init(params)}, on=server)
     batches = texts(cfg, steps)
 
@@ -73,7 +73,10 @@ def make(cfg: gpt2.Config, steps: int, grace: float, slow: float = 0.0):
 
     shape = jax.ShapeDtypeStruct((steps, ROWS, cfg.seq), jnp.int32)
     read = shardc.host(next_batches, gives={"inputs": shape, "targets": shape})
-    learn = partial(inner_steps, cfg=cfg)
+
+    def learn(params, opt, batches):
+        return inner_steps(params, opt, batches, cfg)
+
     learners = [shardc.function(learn, mesh=m, donate_argnames="opt") for m in meshes]
 
     @shardc.flow

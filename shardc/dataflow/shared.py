@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import lru_cache, partial
+from functools import partial
 from time import monotonic
 from typing import Any, Final, cast
 
@@ -80,9 +80,10 @@ class Shared:
           stale: the rounds by which other changes of this state may be behind when the result is read. 0: the result
             has the changes of all others of the same round, and is the same for all (bulk synchronous); s: nobody is
             more than s rounds ahead of the slowest (stale synchronous); None: nobody waits (asynchronous).
-          quorum: (fewest, most): changes are collected, and applied together as one, with the mean of their arguments,
-            when the most have come, or `grace` seconds after the fewest have. Who comes later is in the next one.
-            Nobody waits for `stale` then. Calls whose rounds are over do not count.
+          quorum: (fewest, most): changes are collected, and applied together as one when the most have come, or `grace`
+            seconds after the fewest have. Who comes later is in the next one. `fn` gets the sums of their arguments,
+            divided by the number of calls in a round: their mean if all have come; each counts the same, whenever it
+            comes. Nobody waits for `stale` then. Calls whose rounds are over are not waited for.
           grace: seconds.
 
         Returns:
@@ -278,6 +279,7 @@ class _OnState(FunctionWork):
         count = len(shared.avals)
         self._enters, self.takes = self.takes[:count], self.takes[count:]
         self.donated = frozenset(i - count for i in self.donated if i >= count)
+        self.peak += _bytes(shared, self._enters)
 
     def begin(self) -> None:
         """Compile."""
@@ -325,10 +327,7 @@ class _Change(_OnState):
         self._averaged = [isinstance(x, jax.ShapeDtypeStruct) for x in leaves]
         whole_numbers = [x for x in leaves if not jnp.issubdtype(jax.dtypes.result_type(x), jnp.inexact)]
         if quorum is not None and whole_numbers:
-            raise FlowError(
-                f"{name} takes {whole_numbers[0]!r}, and with quorum= it gets means: give it floats, or count them "
-                "inside."
-            )
+            raise FlowError(f"{name} takes {whole_numbers[0]!r}, and with quorum= it gets means: give it floats.")
         self.places = list(self.gives)
         self.results, self.gives = [jax.ShapeDtypeStruct((1,), shared.avals[0].dtype)], [Place(shared.mesh)]
 
@@ -362,18 +361,14 @@ class _Change(_OnState):
         return made
 
     def _together(self, pot: Pot) -> list[Any]:
-        """The arguments of all, in the order of calls: as means, but for constants."""
+        """The arguments of all: as means over the members, but for constants."""
         columns = zip(self._averaged, *(pot.given[k] for k in sorted(pot.given)), strict=True)
-        return [_mean(column) if averaged else column[0] for averaged, *column in columns]
+        return [_mean(pot.members, *column) if averaged else column[0] for averaged, *column in columns]
 
 
-def _mean(column: Sequence[Any]) -> Any:
-    return column[0] if len(column) == 1 else _means(len(column))(*column)
-
-
-@lru_cache(maxsize=64)
-def _means(count: int) -> Callable[..., Any]:
-    return jax.jit(lambda *xs: sum(xs[1:], xs[0]) / count)
+@partial(jax.jit, static_argnums=0)
+def _mean(members: int, *xs: Any) -> Any:
+    return sum(xs[1:], xs[0]) / members
 
 
 def _described(tree: Any, avals: Sequence[Any]) -> str:
@@ -433,7 +428,6 @@ class _Read(_Reader):
 
     donated: frozenset[int] = frozenset()
     seconds: float | None = 0.0
-    peak = 0
     credits: int | None = None
     changes = False
     takes: Sequence[Place] = ()
@@ -452,6 +446,10 @@ class _Read(_Reader):
     @property
     def gives(self) -> Sequence[Place]:
         return self.places or [Place(self.shared.mesh)] * len(self.shared.avals)
+
+    @property
+    def peak(self) -> int:
+        return 2 * _bytes(self.shared, self.gives)
 
     def begin(self) -> None:
         """Nothing to ready."""
@@ -481,6 +479,11 @@ class _Pull(_Reader, _OnState):
 def _wait_for(given: Sequence[Any]) -> None:
     """Wait until arguments are there: a program that is launched earlier makes those of all others wait with it."""
     jax.block_until_ready(given)
+
+
+def _bytes(shared: Shared, places: Sequence[Place]) -> int:
+    """Bytes of a state on one device."""
+    return sum(p.bytes(a) for p, a in zip(places, shared.avals, strict=True))
 
 
 def _known(args: Sequence[Any]) -> tuple[list[Any], Any, list[Any]]:

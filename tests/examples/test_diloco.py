@@ -1,0 +1,14 @@
+"""The example of DiLoCo."""
+
+from examples import diloco
+
+
+def test_main(monkeypatch, capsys):
+    monkeypatch.setattr(diloco, "fake_cpu_devices", lambda _: None)
+    arguments = "--config test --rounds 10 --inner 5 --slow-learner 0.3 --grace 0.02 --compare"
+    assert diloco.main(arguments.split()) == 0
+    out = capsys.readouterr().out
+    outer = int(out.split(" outer steps")[0].split()[-1])
+    loss, synchronous = (float(line.split()[-1]) for line in out.splitlines()[-2:])
+    assert outer > 10  # the slow learner's changes come late, and in the end alone
+    assert loss < 1.1 * synchronous < 3.9
