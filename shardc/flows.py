@@ -326,8 +326,9 @@ def host(  # noqa: PLR0913  # a public face
 ) -> Any:  # fmt: skip
     """Make plain Python a node of rounds: a reader, a simulator, an evaluation, a log.
 
-    Each call in a round runs in a thread of its own, once a round, in the order of rounds; it is given NumPy arrays. A
-    function that raises StopIteration ends the run after the round before, if the new state needs its result.
+    Each call in a round runs in a thread of its own, once a round, in the order of rounds; it is given NumPy arrays,
+    and gives up what it returns: it must not write into it later. A function that raises StopIteration ends the run
+    after the round before, if the new state needs its result and nothing has changed the state in that round before.
 
     Args:
       fn: the function.
@@ -429,7 +430,8 @@ def late(x: Any, rounds: int, *, first: Any = None) -> Any:
 
 
 def every(rounds: int, fn: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that a flow calls only in every so many rounds: in the last of each so many.
+    """A function that a flow calls only in every so many rounds: in the last of each so many, counted from the first
+    round of a run.
 
     Args:
       rounds: 1 or more.
