@@ -73,9 +73,11 @@ class Edge:
         return self.giver.work.gives[move.output], self.taker.work.takes[move.argument]
 
     def stays(self, move: Move) -> bool:
-        """Whether a leaf is taken from the devices that hold it, or from the host."""
+        """Whether a leaf is taken where it is given: on the same devices at the same placement, or on the host."""
         here, there = self.places(move)
-        return here.mesh == there.mesh
+        return here.mesh == there.mesh and (
+            here.placement == there.placement or None in (here.placement, there.placement)
+        )
 
     def takes_over(self, move: Move) -> bool:
         """Whether the taker may overwrite a leaf."""

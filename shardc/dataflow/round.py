@@ -92,7 +92,7 @@ class Round:
         """All leaves of the state: the arrays as Values, and constants."""
         self._tree: Any = None
         self.out_tree: Any = None
-        self.on_end: list[Callable[[], None]] = []
+        self.on_end: list[Callable[[Round], None]] = []
         """What is to be done when all calls are known."""
         self._names: Counter[str] = Counter()
 
@@ -135,7 +135,7 @@ class Round:
             )
         self._end(*given)
         for then in self.on_end:
-            then()
+            then(self)
 
     def _end(self, state: Any, outs: Any) -> None:
         pairs, tree = jax.tree_util.tree_flatten_with_path(state)

@@ -144,7 +144,7 @@ class Shared:
             raise ArgumentError(f"shardc.shared: {what} is for a flow's round; outside of one, read `.value`.")
         if self._traced is not round:
             self._traced = round
-            round.on_end.append(lambda: self._join(round))
+            round.on_end.append(self._join)
         return round
 
     def _check(self, round: Round, stale: int | None, quorum: Any, grace: float) -> None:

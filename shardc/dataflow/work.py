@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -149,11 +149,14 @@ class FunctionWork:
     apart: int | None = 0
 
     def __init__(self, function: Callee, leaves: Sequence[Any], tree: Any) -> None:
-        self._function, self._tree = function, tree
+        self._function, self._tree, self.meshes = function, tree, function.meshes
+        self.make_plan(leaves)
+
+    def make_plan(self, leaves: Sequence[Any]) -> None:
+        """Plan the function for arguments that lie where these leaves say."""
+        function, tree, self._leaves = self._function, self._tree, list(leaves)
         args, kwargs = tree.unflatten(leaves)
-        self._leaves = list(leaves)
         self.plan = function.plan(*args, **kwargs)
-        self.meshes = function.meshes
         mesh = function.mesh if len(self.meshes) == 1 else None
         slots, named = tree.unflatten([_Slot(i) for i in range(len(leaves))])
         call = function.arguments.flatten(slots, named)
@@ -178,6 +181,25 @@ class FunctionWork:
 
     def _place(self, mesh: AnyMesh | None, placement: Placement) -> Place:
         return Place(self.meshes[0]) if mesh is None else Place(mesh, placement)
+
+    def settle(self, at: Mapping[int, Any]) -> bool:
+        """Plan the function again if arguments lie elsewhere on its mesh than where it takes them: what that moves is a
+        part of its plan then.
+
+        Args:
+          at: for arguments their type, with the sharding at which they are there in all rounds but the first ones.
+
+        Returns:
+          whether it was planned again.
+        """
+        leaves = [at.get(i, x) for i, x in enumerate(self._leaves)]
+        new = [
+            i for i, x in at.items()
+            if getattr(self._leaves[i], "sharding", None) != x.sharding and self.takes[i].sharding(x) != x.sharding
+        ]  # fmt: skip
+        if new:
+            self.make_plan([leaves[i] if i in new else x for i, x in enumerate(self._leaves)])
+        return bool(new)
 
     def begin(self) -> None:
         """Compile, in the thread that runs the flow: JAX's settings are per thread."""
