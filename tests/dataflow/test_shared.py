@@ -46,7 +46,7 @@ def clocks(workers=N):
     return {"count": jnp.zeros(workers, jnp.int32), "ahead": jnp.zeros((), jnp.int32), "w": jnp.zeros(8)}
 
 
-def tick(state, one):
+def tick(state, one, _=None):
     """Count a change; `ahead`: the rounds by which somebody who changes was ahead of the slowest."""
     n = state["count"]
     ahead = jnp.max(jnp.where(one > 0, n - n.min(), 0))
@@ -685,3 +685,22 @@ def test_a_worker_that_needs_the_others_of_its_round_before_it_changes_is_a_dead
 
     with pytest.raises(FlowError, match="wait"):
         flow.plan((), 1.0)
+
+
+@pytest.mark.parametrize("stale", [0, 2, None])
+def test_simulated_rounds_are_as_far_apart(stale):
+    workers, server = meshes()
+    held = shardc.shared(clocks(), on=server)
+    works = [shardc.function(lambda n: n * 1.0, mesh=m) for m in workers]
+    waits = [shardc.host(lambda k: k, gives=FLOAT, seconds=s) for s in (0.004, 0.04, 0.004)]
+
+    @shardc.flow
+    def flow(seen, k):
+        return [held.change(tick, work(n), wait(k), stale=stale)["count"] for work, n, wait in
+                zip(works, seen, waits, strict=True)], ()  # fmt: skip
+
+    plan = flow.plan([jnp.zeros(N, jnp.int32)] * N, 0)
+    done = [span for spans in plan.simulate(20).spans for span in spans]
+    gap = apart(done, "tick")
+    assert gap == stale if stale is not None else gap > 15
+    assert plan.seconds_of(20) == pytest.approx(0.8, rel=0.02)

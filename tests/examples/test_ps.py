@@ -13,7 +13,7 @@ from examples import ps
         ("--model logistic --mode asp --slow-worker 0.01", 0.9),
     ],
 )
-def test_main(arguments, least, monkeypatch, capsys):
+def test_main(arguments, least, compiled_fast, monkeypatch, capsys):
     monkeypatch.setattr(ps, "fake_cpu_devices", lambda _: None)
     assert ps.main([*arguments.split(), "--rounds", "40"]) == 0
     out = capsys.readouterr().out
