@@ -573,6 +573,35 @@ def test_changes_wait_for_reads_of_the_round_before():
     assert {(name, "tick seen", 0) for name in names} | {("tick seen", name, 1) for name in names} <= waits
 
 
+@pytest.mark.parametrize("state", [{"n": 0, "x": 0.0}, {"n": np.int64(0), "x": np.zeros(())}])
+def test_states_of_numbers_and_numpy(state):
+    _, server = meshes()
+    held = shardc.shared(state, on=server)
+
+    @shardc.flow
+    def flow(now, k):
+        before = held.read()
+        held.change(lambda s, k: {"n": s["n"] + 1, "x": s["x"] + k}, k)
+        return now, before
+
+    _, given = run(flow, (), [1.0, 2.0])
+    assert {n: (float(x), x.dtype.name) for n, x in held.value.items()} == {"n": (2, "int32"), "x": (3, "float32")}
+    assert [(int(g["n"]), float(g["x"]), g["x"].dtype.name) for g in given] == [(0, 0, "float32"), (1, 1, "float32")]
+
+
+def test_a_state_of_shapes_is_for_plans():
+    _, server = meshes()
+    held = shardc.shared(jax.ShapeDtypeStruct((), jnp.float32), on=server)
+
+    @shardc.flow
+    def flow(now, k):
+        return now, held.change(lambda w, k: w + k, k)
+
+    flow.plan((), 1.0)
+    with pytest.raises(FlowError, match="has shapes alone, which is enough for plans"):
+        run(flow, (), [1.0])
+
+
 def test_bulk_synchronous_workers_share_one_read():
     _, flow, seen = ticking(uneven, stale=0)
     names = [n.name for n in flow.plan(seen, 0).nodes]
