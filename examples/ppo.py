@@ -37,16 +37,19 @@ GRAVITY, CART, POLE, HALF_LENGTH, FORCE, SECONDS = 9.8, 1.0, 0.1, 0.5, 10.0, 0.0
 FAR, TILTED = 2.4, 0.2095  # where it ends: metres, radians
 
 
-def move(cart_NO, right_N):
-    """The carts (N, O) after 0.02 s of a push to the right where `right_N` is 1, to the left where it is 0."""
+def move(cart_NO, right_N, xp=jnp):
+    """The carts (N, O) after 0.02 s of a push to the right where `right_N` is 1, to the left where it is 0.
+
+    `xp` is NumPy where the carts are its arrays.
+    """
     place, speed, angle, turning = cart_NO.T
-    force = jnp.where(right_N == 1, FORCE, -FORCE)
-    sine, cosine, mass = jnp.sin(angle), jnp.cos(angle), CART + POLE
+    force = xp.where(right_N == 1, FORCE, -FORCE)
+    sine, cosine, mass = xp.sin(angle), xp.cos(angle), CART + POLE
     push = (force + POLE * HALF_LENGTH * turning**2 * sine) / mass
     turn = (GRAVITY * sine - cosine * push) / (HALF_LENGTH * (4 / 3 - POLE * cosine**2 / mass))
     gain = push - POLE * HALF_LENGTH * turn * cosine / mass
     after = (place + SECONDS * speed, speed + SECONDS * gain, angle + SECONDS * turning, turning + SECONDS * turn)
-    return jnp.stack(after, axis=1)
+    return xp.stack(after, axis=1)
 
 
 def init(key, cfg: Config):
@@ -63,9 +66,9 @@ def init(key, cfg: Config):
     return {"policy": layers(policy, 2, 0.01), "value": layers(value, 1, 1.0)}
 
 
-def mlp(layers, x):
+def mlp(layers, x, xp=jnp):
     for layer in layers[:-1]:
-        x = jnp.tanh(x @ layer["kernel"] + layer["bias"])
+        x = xp.tanh(x @ layer["kernel"] + layer["bias"])
     return x @ layers[-1]["kernel"] + layers[-1]["bias"]
 
 
@@ -137,18 +140,33 @@ def make_step(cfg: Config, accumulate: Callable = lambda fn: fn):
     The loss of PPO does not say how well it plays. What is returned in its place is how many of a hundred moves end
     with a fall. `accumulate` may replace `fn(params, lived)` by its mean over parts of the carts.
     """
-    optimizer = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(cfg.learning_rate, eps=1e-5))
+    start_fn, learn_fn = make_learner(cfg, accumulate)
 
     def init_fn(key):
-        params = init(key, cfg)
         carts = {"at": jnp.zeros((cfg.carts, 4)), "moves": jnp.zeros(cfg.carts, jnp.int32)}
-        return params, optimizer.init(params), carts
+        return *start_fn(key), carts
 
     def step_fn(params, opt_state, carts, batch):
         carts, lived = play(params, carts, batch, cfg)
-        advantage_NT = advantages(lived, mlp(params["value"], carts["at"])[:, 0], cfg)
-        lived["goal"] = advantage_NT + lived["value"]
-        lived["advantage"] = (advantage_NT - advantage_NT.mean()) / (advantage_NT.std() + 1e-8)
+        params, opt_state, falls = learn_fn(params, opt_state, lived, carts["at"])
+        return params, opt_state, carts, falls
+
+    return init_fn, step_fn
+
+
+def make_learner(cfg: Config, accumulate: Callable = lambda fn: fn):
+    """The part of a step that learns: `start_fn(key)`, and `learn_fn(params, opt_state, lived, end_NO)` of what carts
+    lived through until they were at `end_NO`. Both give parameters and optimizer state, the second one a number too."""
+    optimizer = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(cfg.learning_rate, eps=1e-5))
+
+    def start_fn(key):
+        params = init(key, cfg)
+        return params, optimizer.init(params)
+
+    def learn_fn(params, opt_state, lived, end_NO):
+        advantage_NT = advantages(lived, mlp(params["value"], end_NO)[:, 0], cfg)
+        normed_NT = (advantage_NT - advantage_NT.mean()) / (advantage_NT.std() + 1e-8)
+        lived = {**lived, "goal": advantage_NT + lived["value"], "advantage": normed_NT}
         # cart i goes to minibatch i mod M: the carts of each lie wherever carts lie
         parts = jax.tree.map(lambda x: x.reshape(-1, cfg.minibatches, *x.shape[1:]).swapaxes(0, 1), lived)
 
@@ -162,9 +180,9 @@ def make_step(cfg: Config, accumulate: Callable = lambda fn: fn):
             return jax.lax.scan(learn, state, parts)[0], None
 
         (params, opt_state), _ = jax.lax.scan(epoch, (params, opt_state), length=cfg.epochs)
-        return params, opt_state, carts, 100 * lived["fell"].astype(float).mean()
+        return params, opt_state, 100 * lived["fell"].astype(float).mean()
 
-    return init_fn, step_fn
+    return start_fn, learn_fn
 
 
 def lifetimes(params, cfg: Config, carts: int = 100, seed: int = 0):

@@ -22,8 +22,8 @@ ROOMS: Final = (
     "passes.trace", "passes.estimate", "passes.place", "passes.recompute", "passes.lower", "passes.audit",
     "plan",
     "pipeline.schedule", "pipeline.cut", "pipeline.points", "pipeline",
-    "report", "execute", "plans", "calls", "dataflow", "checkpoint", "compiled", "pipelines", "api", "flows", "flax",
-    "equinox", "tuning", "launch", "__init__", "__main__",
+    "report", "execute", "plans", "calls", "dataflow", "checkpoint", "compiled", "pipelines", "api", "flows", "gangs",
+    "flax", "equinox", "tuning", "launch", "__init__", "__main__",
 )  # fmt: skip
 """A module may import those of its own room and of the rooms before it."""
 

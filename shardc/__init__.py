@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         TracingError,
     )
     from shardc.flows import Flow, FlowPlan, every, flow, host, late, shared
+    from shardc.gangs import Gang
     from shardc.ir.boundary import stage_boundary
     from shardc.ir.trips import trips
     from shardc.ir.user_operation import signature
@@ -66,6 +67,7 @@ __all__ = [
     "Flow",
     "FlowError",
     "FlowPlan",
+    "Gang",
     "MemoryLimitError",
     "MeshError",
     "P",
@@ -139,6 +141,7 @@ _MODULES = {
     "Flow": "shardc.flows",
     "FlowError": "shardc.errors",
     "FlowPlan": "shardc.flows",
+    "Gang": "shardc.gangs",
     "MemoryLimitError": "shardc.plans",
     "MeshError": "shardc.errors",
     "P": "shardc.sbp.placement",

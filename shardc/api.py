@@ -24,7 +24,6 @@ from shardc.calls.outer_trace import run_in_outer_trace
 from shardc.calls.pins import argument_pins, result_pins
 from shardc.calls.rank_meshes import meshes_of
 from shardc.compiled import Compiled, run
-from shardc.dataflow.call import call_in_round
 from shardc.dataflow.round import traced_round
 from shardc.errors import (
     ArgumentError,
@@ -155,10 +154,10 @@ class Function:
 
     @compat.face
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
-            return self._plain(args, kwargs)
         if traced_round() is not None:
             return self.call_every(args, kwargs, 1)
+        if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
+            return self._plain(args, kwargs)
         leaves, tree = jax.tree.flatten((args, kwargs))
         if (again := self._cached_calls.run(tree, leaves)) is not None:
             return again[0]
@@ -176,6 +175,8 @@ class Function:
 
     def call_every(self, args: tuple[Any, ...], kwargs: dict[str, Any], every: int) -> Any:
         """A call in the round of a flow that is traced, which runs every so many rounds."""
+        from shardc.dataflow.call import call_in_round
+
         return call_in_round(self, args, kwargs, every)
 
     @property

@@ -11,9 +11,9 @@ from shardc import compat
 from shardc.arrays.fetch import values
 from shardc.arrays.placed import as_jax, leaf_aval
 from shardc.errors import PipelineError, all_offenders
-from shardc.execute.agreement import check_call
 from shardc.execute.call_cache import CallCache
 from shardc.execute.executable import Executable, OtherCallError
+from shardc.execute.in_turn import in_turn
 from shardc.machine.mesh import without_mesh
 from shardc.passes.trace.trace import Arguments, Call, is_array
 from shardc.plan.verify_signatures import check_found
@@ -120,6 +120,5 @@ _OF_PIPELINES: Final = frozenset(("measure", "timeline", "draw", "trace", "with_
 def run(executable: Executable | PipelineExecutable, call: Call) -> Any:
     """Runs a call, and gives the result in its structure."""
     arrays = [x for x in call.leaves if is_array(x)]
-    check_call(executable, arrays)
-    out = executable(arrays)
+    out = in_turn(executable, arrays, lambda: executable(arrays))
     return jax.tree.unflatten(executable.plan.program.out_tree, out)

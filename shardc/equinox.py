@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import jax
 
 from shardc import api
+from shardc.dataflow.round import traced_round
+from shardc.dataflow.value import Value
 from shardc.machine.mesh import AnyMesh
 from shardc.passes.trace.constants import key_of, key_of_static
 from shardc.passes.trace.trace import is_array, is_number
@@ -52,7 +54,7 @@ def _is_fixed(x: object) -> bool:
 
 def _is_traced(x: object) -> bool:
     """Whether a leaf is traced. As in `filter_jit`, arrays of JAX and NumPy are, Python's numbers are not."""
-    return is_array(x) and not is_number(x)
+    return isinstance(x, Value) or (is_array(x) and not is_number(x))
 
 
 def _close(tree: Any) -> Any:
@@ -98,7 +100,8 @@ class EquinoxFunction:
         return EquinoxCompiled(self, self._function.compile(*args, **kwargs))
 
     def _closed(self, args: Any, kwargs: Any) -> Any:
-        self._function.refuse_changing(args, kwargs)
+        if traced_round() is None:
+            self._function.refuse_changing(args, kwargs)
         return _close((args, kwargs))
 
 

@@ -20,12 +20,13 @@ from flax.core import spmd
 from jax.sharding import PartitionSpec
 
 from shardc import api, compat
+from shardc.dataflow.round import traced_round
 from shardc.errors import ArgumentError, all_offenders
 from shardc.machine.mesh import AnyMesh
 from shardc.passes.trace.constants import has_hash, snapshot_of
 from shardc.passes.trace.microbatches import OPENERS
 from shardc.passes.trace.pins import is_leaf_spec
-from shardc.passes.trace.trace import is_nnx, leaves_by_path, path_text
+from shardc.passes.trace.trace import is_array, is_nnx, leaves_by_path, path_text
 from shardc.pipeline.options import Pipeline
 from shardc.plan.saved_plan import SavedPlan
 from shardc.sbp.placement import AUTO, Auto, Placement
@@ -149,6 +150,7 @@ class FlaxFunction:
         bound.apply_defaults()
         values = {n: v for n, v in bound.arguments.items() if n in given or _has_nnx(v)}
         nodes = {n: v for n, v in values.items() if _has_nnx(v)}
+        _refuse_lost_modules(self.__name__, nodes)
         with nnx.split_context(_TAG) as context:
             split, state = context.split(nodes)
         graph = _Graph(split)
@@ -231,6 +233,24 @@ _RESULT: Final = "nnx_result"
 
 def _has_nnx(tree: Any) -> bool:
     return any(map(is_nnx, jax.tree.leaves(tree, is_leaf=is_nnx)))
+
+
+def _refuse_lost_modules(name: str, nodes: Mapping[str, Any]) -> None:
+    """Raise if a flow's round calls a function with modules that no round hands on: what is written to them is lost.
+
+    Raises:
+      ArgumentError: a module holds arrays, and not values of the round.
+    """
+    round = traced_round()
+    if round is None:
+        return
+    held = [n for n, v in nodes.items() if any(is_array(x) for x in jax.tree.leaves(nnx.state(v)))]
+    if held:
+        raise ArgumentError(
+            f"{round.where}: {name} is called with the module {', '.join(held)}, which is not a part of the state, and "
+            "what is written to it would be lost: carry nnx.split(module)[1] in the state, and in the round make the "
+            "module of it, with nnx.merge(graphdef, state); return nnx.state(module)."
+        )
 
 
 class FlaxCompiled:

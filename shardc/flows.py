@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from shardc import compat
 from shardc.api import function
+from shardc.dataflow.chart import flow_chart
 from shardc.dataflow.explain import flow_sections
 from shardc.dataflow.host import Host, checked_host
 from shardc.dataflow.plan import PlannedFlow
@@ -20,12 +22,15 @@ from shardc.dataflow.round import Round, aval_of, traced_round
 from shardc.dataflow.run import ENDLESS, FlowRun, Rounds
 from shardc.dataflow.shared import Shared
 from shardc.dataflow.value import Late, Value
-from shardc.dataflow.work import HOST, HostWork
+from shardc.dataflow.work import HOST, HostWork, is_like
 from shardc.errors import ArgumentError, FlowError, all_offenders
 from shardc.execute.call_cache import has_tracers
 from shardc.machine.mesh import AnyMesh
-from shardc.passes.trace.trace import path_text, settings, where_of
-from shardc.report.tables import report_text
+from shardc.passes.trace.constants import key_of, why_no_constant
+from shardc.passes.trace.trace import is_array, path_text, settings, where_of
+from shardc.report.chart import Chart
+from shardc.report.drawn import Drawn
+from shardc.report.tables import WIDTH, report_text
 
 
 class FlowPlan(PlannedFlow):
@@ -34,6 +39,47 @@ class FlowPlan(PlannedFlow):
     def explain(self) -> str:
         """A report: nodes, what is handed over with its bytes and registers, time and memory."""
         return report_text(flow_sections(self))
+
+    def timeline(self, width: int = WIDTH, *, rounds: int = 8, seconds: Mapping[str, Any] | None = None) -> str:
+        """Some simulated rounds as text: a row for each actor, `width` characters to a line.
+
+        Args:
+          width: characters of a line.
+          rounds, seconds: as in `simulate`.
+        """
+        return _Simulated(flow_chart(self, rounds, seconds)).timeline(width)
+
+    def draw(self, path: str | Path, *, rounds: int = 8, seconds: Mapping[str, Any] | None = None) -> None:
+        """Draws some simulated rounds, and how full their channels are, into an `.svg` or `.png` file.
+
+        Args:
+          path: the file.
+          rounds, seconds: as in `simulate`.
+
+        Raises:
+          PipelineError: another ending, or matplotlib is not installed (`pip install "shardc[report]"`).
+        """
+        _Simulated(flow_chart(self, rounds, seconds)).draw(path)
+
+    def trace(self, path: str | Path, *, rounds: int = 8, seconds: Mapping[str, Any] | None = None) -> None:
+        """Writes some simulated rounds as a trace in JSON, for https://ui.perfetto.dev or chrome://tracing.
+
+        Args:
+          path: the file.
+          rounds, seconds: as in `simulate`.
+        """
+        _Simulated(flow_chart(self, rounds, seconds)).trace(path)
+
+
+class _Simulated(Drawn):
+    """Simulated rounds that can be drawn."""
+
+    def __init__(self, chart: Chart) -> None:
+        self._chart = chart
+
+    @property
+    def chart(self) -> Chart:
+        return self._chart
 
 
 class Flow:
@@ -80,13 +126,18 @@ class Flow:
 
     def _check_arrays(self, what: str, tree: Any) -> None:
         pairs, _ = jax.tree_util.tree_flatten_with_path(tree)
+        if any(isinstance(x, Value) for _, x in pairs):
+            raise ArgumentError(
+                f"{self.where} is run in a round, where arrays do not exist yet; call it, and its nodes become a part "
+                f"of that round: state, given = {self.name}(state{', item' if self._has_item else ''})."
+            )
         wrong = [
             f"{'/'.join(filter(None, (what, path_text(path))))} is {x!r}."
             for path, x in pairs
-            if not (hasattr(x, "shape") and hasattr(x, "dtype")) and not isinstance(x, int | float | complex)
+            if not is_array(x) and why_no_constant(what, path_text(path), x)
         ]
         if wrong:
-            raise ArgumentError(all_offenders(f"{self.where}: leaves that are no arrays:", wrong))
+            raise ArgumentError(all_offenders(f"{self.where}: leaves that are neither arrays nor constants:", wrong))
         if has_tracers([x for _, x in pairs]):
             raise ArgumentError(
                 f"{self.where}: a flow runs programs of its own, and cannot be part of a jax.jit, jax.grad or "
@@ -124,7 +175,8 @@ class Flow:
           rounds: the most rounds; None: until the inputs or a host function have no more.
           pending: what delayed channels hold when the run begins, as `.pending` of the run before says it. None: values
             of rounds before the first one are what the state is, or `first=` of `shardc.late`.
-          record: whether to keep the times of all nodes, for `.seconds` and `.spans` of what comes back.
+          record: whether to wait for every node and keep its times, for `.seconds`, `.spans` and the pictures of what
+            comes back. Slower than a plain run: nothing is launched ahead.
 
         Returns:
           the last state, and a list of what each round gave. A node that did not run in a round has None in it.
@@ -136,11 +188,15 @@ class Flow:
         if self._has_item:
             if inputs is None:
                 raise ArgumentError(f"{self.where} takes an item in each round; give them: run(state, inputs).")
+            if not hasattr(inputs, "__iter__"):
+                raise ArgumentError(
+                    f"{self.where}: inputs are an item for each round, in a list or an iterator; got {inputs!r}."
+                )
             try:
                 iterator = iter(inputs)
                 first = next(iterator)
             except StopIteration:
-                return state, Rounds([], pending or {}, [])
+                return state, Rounds([], pending or {})
             plan = self.plan(state, first)
             items = _Items(self.where, first, iterator)
         elif inputs is not None:
@@ -154,10 +210,10 @@ class Flow:
         if rounds is not None and (type(rounds) is not int or rounds < 0):
             raise ArgumentError(f"{self.where}: rounds={rounds!r} is no whole number of 0 or more.")
         if rounds == 0:
-            return state, Rounds([], pending or {}, [])
-        leaves, tree = jax.tree.flatten(state)
+            return state, Rounds([], pending or {})
+        leaves = [x for x in jax.tree.leaves(state) if is_array(x)]
         last, given = self._run_of(plan).run(leaves, items, ENDLESS if rounds is None else rounds, pending, record)
-        return tree.unflatten(last), given
+        return plan.round.state_of(last), given
 
     def _run_of(self, plan: FlowPlan) -> FlowRun:
         if id(plan) not in self._runs:
@@ -206,7 +262,7 @@ class _Items:
         wrong = [
             f"leaf {i}: {_short(x)} after {_short(a)}."
             for i, (x, a) in enumerate(zip(arrays, work.results, strict=True))
-            if x.shape != a.shape or jax.dtypes.canonicalize_dtype(x.dtype) != jax.dtypes.canonicalize_dtype(a.dtype)
+            if not is_like(x, a)
         ]
         if wrong:
             raise FlowError(all_offenders(f"item {round} differs from the first one; give all the same shapes:", wrong))
@@ -214,12 +270,16 @@ class _Items:
 
 
 def _short(x: Any) -> str:
-    return f"{x.dtype}{list(x.shape)}"
+    return f"{x.dtype.name}{list(x.shape)}"
 
 
 def _key(tree: Any) -> Any:
     leaves, structure = jax.tree.flatten(tree)
-    return structure, tuple((a.shape, a.dtype) for a in map(aval_of, leaves))
+    return structure, tuple(_key_of_leaf(x) for x in leaves)
+
+
+def _key_of_leaf(x: Any) -> Any:
+    return ((a := aval_of(x)).shape, a.dtype) if is_array(x) else key_of(x)
 
 
 def flow(fn: Callable[..., Any] | None = None, *, credits: int = 2) -> Any:
@@ -227,8 +287,8 @@ def flow(fn: Callable[..., Any] | None = None, *, credits: int = 2) -> Any:
 
     The function is traced once. The calls in it are nodes: of `shardc.function`s and pipelines, each on its own mesh,
     and of `shardc.host` functions. Calls on one mesh run in the order in which they are written; calls on different
-    meshes and on the host run as soon as their values are there. Between two nodes lies a channel of few registers: who is
-    ahead by so many rounds waits.
+    meshes and on the host run as soon as their values are there. Between two nodes lies a channel of few
+    registers: who is ahead by so many rounds waits.
 
     Args:
       fn: `fn(state, item)`, or `fn(state)`: gives the new state, and what the round gives besides. State and results
@@ -262,12 +322,13 @@ def flow(fn: Callable[..., Any] | None = None, *, credits: int = 2) -> Any:
 
 def host(  # noqa: PLR0913  # a public face
     fn: Callable[..., Any] | None = None, *, gives: Any = None, copies: int | None = None, where: str = "thread",
-    credits: int | None = None, deadline: float | None = None, seconds: float | None = None,
+    process: int | None = None, credits: int | None = None, deadline: float | None = None, seconds: float | None = None,
 ) -> Any:  # fmt: skip
     """Make plain Python a node of rounds: a reader, a simulator, an evaluation, a log.
 
-    Each call in a round runs in a thread of its own, once a round, in the order of rounds; it is given NumPy arrays. A
-    function that raises StopIteration ends the run after the round before, if the new state needs its result.
+    Each call in a round runs in a thread of its own, once a round, in the order of rounds; it is given NumPy arrays,
+    and gives up what it returns: it must not write into it later. A function that raises StopIteration ends the run
+    after the round before, if the new state needs its result and nothing has changed the state in that round before.
 
     Args:
       fn: the function.
@@ -276,6 +337,8 @@ def host(  # noqa: PLR0913  # a public face
         results are stacked along a new first dimension.
       where: "thread"; "process": each has a process of its own, which is started again if it dies, and asked again.
         The function has to be importable there: one of a module, under `if __name__ == "__main__":` in a script.
+        "ray": an actor of Ray each, placed on its cluster.
+      process: of a run of several processes the one that calls it; None: that of what reads its results.
       credits: results that may lie ready: how far a reader reads ahead. None: as the flow says.
       deadline: seconds after which a call that has not returned is an error.
       seconds: of one call, for plans and simulations.
@@ -288,9 +351,16 @@ def host(  # noqa: PLR0913  # a public face
     """
     if fn is None:
         return functools.partial(
-            host, gives=gives, copies=copies, where=where, credits=credits, deadline=deadline, seconds=seconds
+            host,
+            gives=gives,
+            copies=copies,
+            where=where,
+            process=process,
+            credits=credits,
+            deadline=deadline,
+            seconds=seconds,
         )
-    return checked_host(fn, gives, copies, where, credits, deadline, seconds)
+    return checked_host(fn, gives, copies, where, process, credits, deadline, seconds)
 
 
 def shared(state: Any, *, on: AnyMesh) -> Shared:
@@ -343,6 +413,13 @@ def late(x: Any, rounds: int, *, first: Any = None) -> Any:
     strange = [x for x in leaves if not isinstance(x, Value)]
     if strange:
         raise ArgumentError(f"shardc.late is for values of a flow's round; got {strange[0]!r}.")
+    unlike = [
+        f"{v.name} is {_short(v)}, and first= has {_short(aval_of(f))}."
+        for v, f in zip(leaves, firsts, strict=True)
+        if f is not None and not is_like(aval_of(f), v)
+    ]
+    if unlike:
+        raise ArgumentError(all_offenders("shardc.late: first= stands for values of another shape or dtype:", unlike))
     if not rounds:
         return x
     made = [
@@ -353,7 +430,8 @@ def late(x: Any, rounds: int, *, first: Any = None) -> Any:
 
 
 def every(rounds: int, fn: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that a flow calls only in every so many rounds: in the last of each so many.
+    """A function that a flow calls only in every so many rounds: in the last of each so many, counted from the first
+    round of a run.
 
     Args:
       rounds: 1 or more.

@@ -19,54 +19,12 @@ from shardc.pipeline.plan import MpmdPlan
 from shardc.plan.saved_plan import record_borders, to_json
 from shardc.plans import PlanFace
 from shardc.report.chart import Chart, planned_chart
-from shardc.report.chart_text import chart_text
-from shardc.report.picture import draw_picture
-from shardc.report.tables import WIDTH
-from shardc.report.trace_file import write_trace
+from shardc.report.drawn import Drawn
 
 
 def planned_pipeline(request: PipelineRequest) -> PipelinePlan:
     """The plan of a pipeline, as people see it."""
     return PipelinePlan.of(make_pipeline_plan(request))
-
-
-class Drawn:
-    """A call of a pipeline that can be drawn: the simulated one, or the last one, planned above measured.
-
-    Attributes:
-      writes: whether this process writes files; one of several does.
-    """
-
-    writes = True
-
-    @property
-    def chart(self) -> Chart:
-        """The call.
-
-        Raises:
-          PipelineError: there was no call yet.
-        """
-        raise NotImplementedError
-
-    def timeline(self, width: int = WIDTH) -> str:
-        """The call as text: a row for each rank, `width` characters to a line."""
-        return chart_text(self.chart, width)
-
-    def draw(self, path: str | Path) -> None:
-        """Draws the call, and how full its channels are, into an `.svg` or `.png` file.
-
-        Raises:
-          PipelineError: another ending, or matplotlib is not installed (`pip install "shardc[report]"`).
-        """
-        chart = self.chart
-        if self.writes:
-            draw_picture(chart, path)
-
-    def trace(self, path: str | Path) -> None:
-        """Writes the call as a trace in JSON, for https://ui.perfetto.dev or chrome://tracing."""
-        chart = self.chart
-        if self.writes:
-            write_trace(chart, path)
 
 
 class PipelinePlan(PlanFace, Drawn, MpmdPlan):

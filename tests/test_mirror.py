@@ -22,6 +22,7 @@ COVERED: Final[Mapping[str, str]] = {
     "execute/agreement.py": "processes/test_agreements.py",
     "execute/executable.py": "whole/test_function.py",
     "execute/far_*.py": "processes/test_pipelines.py",
+    "execute/in_turn.py": "test_gangs.py",
     "execute/name_nan.py": "whole/test_own_errors.py",
     "execute/process_group.py": "processes/test_agreements.py",
     "execute/rank_processes.py": "processes/test_pipelines.py",
@@ -30,6 +31,7 @@ COVERED: Final[Mapping[str, str]] = {
     "execute/stage_edges.py": "pipeline/test_results.py",
     "execute/stage_io.py": "pipeline/test_results.py",
     "passes/lower/lower.py": "whole/test_parity.py",
+    "dataflow/call.py": "dataflow/test_run.py",
     "runtime/connection.py": "runtime/test_link.py",
     "runtime/worker.py": "runtime/test_executor.py",
     # data that others make and read
@@ -37,6 +39,7 @@ COVERED: Final[Mapping[str, str]] = {
     "ir/collective.py": "passes/estimate/test_plan_cost.py",
     "ir/ranges.py": "passes/trace/test_compose_windows.py",
     "passes/trace/windows/*.py": "passes/trace/test_compose_windows.py",
+    "report/drawn.py": "report/test_picture.py",
     "pipelines.py": "report/test_explain_pipeline.py",
     "pipeline/options.py": "pipeline/test_errors.py",
     "ir/eqns.py": "pipeline/cut/test_cut_stages.py",

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import jax
 
 from shardc import compat
 from shardc.dataflow.round import Round, outside, traced_round
 from shardc.dataflow.value import Made, Value
-from shardc.dataflow.work import Callee, FunctionWork
+from shardc.dataflow.work import Callee, FunctionWork, Place
 
 
 def call_in_round(function: Callee, args: tuple[Any, ...], kwargs: dict[str, Any], every: int) -> Any:
@@ -22,15 +22,46 @@ def call_in_round(function: Callee, args: tuple[Any, ...], kwargs: dict[str, Any
         work = FunctionWork(function, known, tree)
     name = getattr(function, "__name__", type(function).__name__)
     node = round.add(name, work, leaves, work.results, every, compat.users_line())
+    if _settle not in round.on_end:
+        round.on_end.append(_settle)
     return work.out_tree.unflatten(round.values_of(node))
 
 
 def _known(round: Round, function: Callee, v: Value) -> Any:
     """What is known of a value before its function is planned: shape and dtype, and where it lies on the same mesh."""
+    found = None
     if isinstance(v.origin, Made):
-        place = round.nodes[v.origin.node].work.gives[v.origin.index]
-        if place.mesh is not None and place.placement is not None and place.mesh == function.mesh:
-            sharding = place.sharding(v.aval)
-            if sharding is not None:
-                return jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=sharding)
-    return jax.ShapeDtypeStruct(v.shape, v.dtype)
+        found = _at(round.nodes[v.origin.node].work.gives[v.origin.index], function.mesh, v)
+    return found or jax.ShapeDtypeStruct(v.shape, v.dtype)
+
+
+def _at(place: Place, mesh: Any, v: Value) -> Any:
+    """The type of a value with its sharding, if it lies on this mesh."""
+    if place.mesh is None or place.placement is None or place.mesh != mesh:
+        return None
+    sharding = place.sharding(v.aval)
+    return None if sharding is None else jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=sharding)
+
+
+_TURNS: Final = 3
+"""The most turns in which functions are planned for where the others leave the state."""
+
+
+def _settle(round: Round) -> None:
+    """Plan functions again that take what an earlier round left on their mesh at another placement: nothing moves in a
+    call that its plan does not list."""
+    for _ in range(_TURNS):
+        again = False
+        for node in round.nodes:
+            work = node.work
+            if not isinstance(work, FunctionWork) or len(work.meshes) > 1:
+                continue
+            at: dict[int, Any] = {}
+            for i, v in enumerate(node.given):
+                if isinstance(v, Value) and (origin := round.origin(v)).node is not None:
+                    found = _at(origin.node.work.gives[origin.index], next(iter(work.meshes)), v)
+                    if found is not None:
+                        at[i] = found
+            again |= work.settle(at)
+        if not again:
+            return

@@ -31,20 +31,16 @@ def _head(plan: PlannedFlow) -> Section:
     built = plan.built
     unknown = [n.name for n in plan.nodes if n.work.seconds is None and n.number]
     lines = [
-        f"{number_text(len(plan.nodes) - (not _has_inputs(plan)), 'node')} in {number_text(len(built.rows), 'actor')}; "
+        f"{number_text(len(plan.nodes) - (not plan.has_inputs), 'node')} in {number_text(len(built.rows), 'actor')}; "
         f"{bytes_text(plan.bytes)} move in a round",
         f"A round takes {seconds_text(plan.seconds)} of many"
         + (f", without {_some(unknown)}, whose seconds nobody knows" if unknown else ""),
         "It cannot deadlock: shown by one run without time",
     ]
-    if len(built.ends) > 1 or _has_inputs(plan):
-        ends = [n.name for n in built.ends if n.number or _has_inputs(plan)]
+    if len(built.ends) > 1 or plan.has_inputs:
+        ends = [n.name for n in built.ends if n.number or plan.has_inputs]
         lines.append(f"It ends early if {' or '.join(ends)} has no more")
     return Section(f"Flow {plan.round.where}", lines=lines)
-
-
-def _has_inputs(plan: PlannedFlow) -> bool:
-    return bool(plan.nodes[0].results)
 
 
 def _some(names: Sequence[str]) -> str:
@@ -60,7 +56,7 @@ def _nodes(plan: PlannedFlow) -> Section:
             "" if n.work.seconds is None else seconds_text(n.work.seconds), n.source,
         )
         for n in plan.nodes
-        if n.number or _has_inputs(plan)
+        if n.number or plan.has_inputs
     ]  # fmt: skip
     return Section(
         "Nodes, by actor", (">actor", "node", "where", "runs", ">time", "called in"), sorted(rows, key=_number)

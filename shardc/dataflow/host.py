@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import threading
 from collections.abc import Callable
 from functools import partial
 from multiprocessing.connection import Connection
 from queue import Empty, SimpleQueue
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import jax
 import numpy as np
@@ -26,10 +27,10 @@ class Host:
     """A function of Python as a node of rounds; made by `shardc.host`. Outside a round it is the function itself."""
 
     def __init__(  # noqa: PLR0913  # the options of a public face
-        self, fn: Callable[..., Any], gives: Any, copies: int | None, where: str, credits: int | None,
-        deadline: float | None, seconds: float | None,
+        self, fn: Callable[..., Any], gives: Any, copies: int | None, where: str, process: int | None,
+        credits: int | None, deadline: float | None, seconds: float | None,
     ) -> None:  # fmt: skip
-        self.fn, self.copies, self.where = fn, copies, where
+        self.fn, self.copies, self.where, self.process = fn, copies, where, process
         self.gives = jax.tree.map(aval_of, gives)
         self.credits, self.deadline, self.seconds = credits, deadline, seconds
         self.name = getattr(getattr(fn, "func", fn), "__name__", type(fn).__name__)
@@ -58,17 +59,18 @@ class Host:
         count = len(jax.tree.leaves(self.gives))
         one_by_one = jax.tree.structure((tuple(made), {}))
         stack = HostWork(
-            partial(_stacked, count), one_by_one, len(made), stacked_gives(self.gives, self.copies),
+            partial(_stacked, count), one_by_one, len(made),
+            tuple(jax.tree.leaves(stacked_gives(self.gives, self.copies))),
             f"{self.name} together", seconds=0.0,
         )  # fmt: skip
         leaves = round.values_of(round.add(stack.name, stack, made, stack.results, every, source))
         return jax.tree.unflatten(jax.tree.structure(self.gives), leaves)
 
     def _work(self, call: Callable[..., Any], tree: Any, leaves: int) -> HostWork:
-        keywords: Any = {"credits": self.credits, "seconds": self.seconds}
+        keywords: Any = {"credits": self.credits, "seconds": self.seconds, "process": self.process}
         if self.where == "thread" and self.deadline is None:
             return HostWork(call, tree, leaves, self.gives, self.name, **keywords)
-        make = {"thread": _Thread, "process": _Process}[self.where]
+        make = {"thread": _Thread, "process": _Process, "ray": _RayActor}[self.where]
         return _ElsewhereWork(make, call, self.deadline, tree, leaves, self.gives, self.name, **keywords)
 
 
@@ -82,7 +84,7 @@ class _ElsewhereWork(HostWork):
 
     def __init__(
         self,
-        make: type[_Thread | _Process],
+        make: type[_Helper],
         call: Callable[..., Any],
         deadline: float | None,
         *args: Any,
@@ -90,7 +92,7 @@ class _ElsewhereWork(HostWork):
     ) -> None:
         super().__init__(call, *args, **kwargs)
         self._make, self._deadline = make, deadline
-        self._helper: _Thread | _Process | None = None
+        self._helper: _Helper | None = None
         self.restarts = 0
         """How often it was started again."""
 
@@ -126,6 +128,26 @@ class _ElsewhereWork(HostWork):
 
 _TRIES: Final = 3
 """So often a call is made again whose process dies."""
+
+
+class _Helper(Protocol):
+    """What calls a function elsewhere.
+
+    Attributes:
+      alive: whether it can be asked again.
+      death: how it ended.
+    """
+
+    def __init__(self, call: Callable[..., Any], name: str) -> None: ...
+    @property
+    def alive(self) -> bool: ...
+    @property
+    def death(self) -> str: ...
+    def ask(self, given: Any, deadline: float | None) -> tuple[Any, BaseException | None] | None:
+        """The result, or the error that the function raised; None if none came in time, or if it is lost."""
+        ...
+
+    def close(self) -> None: ...
 
 
 class _Thread:
@@ -177,6 +199,7 @@ class _Process:
                 'of a module, or write where="thread".'
             ) from error
         there.close()
+        self._is_ready = False
 
     @property
     def alive(self) -> bool:
@@ -188,6 +211,9 @@ class _Process:
 
     def ask(self, given: Any, deadline: float | None) -> tuple[Any, BaseException | None] | None:
         try:
+            if not self._is_ready:  # a deadline is for a call, not for the start
+                self._here.recv()
+                self._is_ready = True
             self._here.send(given)
             if self._here.poll(deadline):
                 return self._here.recv()
@@ -201,9 +227,47 @@ class _Process:
         self._here.close()
 
 
+class _RayActor:
+    """An actor of Ray that calls a function. Ray finds it a place on its cluster, and takes values there and back."""
+
+    def __init__(self, call: Callable[..., Any], name: str) -> None:
+        try:
+            self._ray: Any = importlib.import_module("ray")
+        except ImportError as error:
+            raise FlowError(f"{name}: where=\"ray\": Ray is not installed; pip install 'shardc[ray]'.") from error
+        self._actor = self._ray.remote(num_cpus=1, max_restarts=0)(_Asked).remote(call)
+        self.alive = True
+        self.death = ""
+
+    def ask(self, given: Any, deadline: float | None) -> tuple[Any, BaseException | None] | None:
+        asked = self._actor.ask.remote(given)
+        try:
+            return self._ray.get(asked, timeout=deadline)
+        except self._ray.exceptions.GetTimeoutError:
+            return None
+        except self._ray.exceptions.RayActorError as error:
+            self.alive, self.death = False, str(error).partition("\n")[0]
+            return None
+
+    def close(self) -> None:
+        self._ray.kill(self._actor)
+
+
+class _Asked:
+    """The body of an actor of Ray."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call = call
+
+    def ask(self, given: Any) -> tuple[Any, BaseException | None]:
+        made, error = _answer(self._call, given)
+        return jax.tree.map(np.asarray, made), error
+
+
 def _serve_process(there: Connection, call: Callable[..., Any]) -> None:
     """The body of a simulator's process. It computes on the CPU: the devices are the flow's."""
     jax.config.update("jax_platforms", "cpu")
+    there.send(None)
     while True:
         try:
             given = there.recv()
@@ -216,9 +280,13 @@ def _serve_process(there: Connection, call: Callable[..., Any]) -> None:
             there.send((None, FlowError(f"{type(error or failed).__name__}: {error or failed}")))
 
 
+def _is_number(x: object) -> bool:
+    return isinstance(x, int | float)
+
+
 def checked_host(  # noqa: PLR0913  # the options of a public face
-    fn: Callable[..., Any], gives: Any, copies: int | None, where: str, credits: int | None, deadline: float | None,
-    seconds: float | None,
+    fn: Callable[..., Any], gives: Any, copies: int | None, where: str, process: int | None, credits: int | None,
+    deadline: float | None, seconds: float | None,
 ) -> Host:  # fmt: skip
     """A host function, its options checked."""
     said = where_of(fn) if callable(fn) else repr(fn)
@@ -229,10 +297,14 @@ def checked_host(  # noqa: PLR0913  # the options of a public face
         wrong.append(f"copies={copies!r} is no whole number of 1 or more")
     if where not in WHERE:
         wrong.append(f"where={where!r} is none of {', '.join(map(repr, WHERE))}")
+    if process is not None and (type(process) is not int or process < 0):
+        wrong.append(f"process={process!r} is no number of a process")
     if credits is not None and (type(credits) is not int or credits < 1):
         wrong.append(f"credits={credits!r} is no whole number of 1 or more")
-    if deadline is not None and not deadline > 0:
+    if deadline is not None and not (_is_number(deadline) and deadline > 0):
         wrong.append(f"deadline={deadline!r} is no number of seconds above 0")
+    if seconds is not None and not (_is_number(seconds) and seconds >= 0):
+        wrong.append(f"seconds={seconds!r} is no number of seconds")
     wrong += [
         f"gives= has {x!r}, which has no shape and dtype; write jax.ShapeDtypeStruct(shape, dtype)"
         for x in jax.tree.leaves(gives)
@@ -240,4 +312,4 @@ def checked_host(  # noqa: PLR0913  # the options of a public face
     ]
     if wrong:
         raise ArgumentError(f"shardc.host, {said}: {'; '.join(wrong)}.")
-    return Host(fn, gives, copies, where, credits, deadline, seconds)
+    return Host(fn, gives, copies, where, process, credits, deadline, seconds)

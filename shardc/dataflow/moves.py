@@ -44,6 +44,8 @@ def _leaf_mover(edge: Edge, move: Move) -> LeafMove | None:
     if there.placement is None:  # a pipeline puts it on its stages
         return np.asarray
     to = to_place(there, aval)
+    if edge.places(move)[0].mesh is None and edge.takes_over(move):
+        return lambda x: to(copied(x) if isinstance(x, jax.Array) else x)  # a user's array may lie there already
     return (lambda x: to(copied(x))) if move.copied else to
 
 

@@ -58,6 +58,7 @@ class Edge:
       delay: in rounds.
       moves: the leaves; none if the taker only waits for the giver.
       registers: of its channel; None: as many as are needed.
+      is_gate: whether it only says that there is a round. It holds nobody back who is ahead as far as others let it.
     """
 
     giver: Node
@@ -65,15 +66,22 @@ class Edge:
     delay: int
     moves: list[Move] = field(default_factory=list[Move])
     registers: int | None = 1
+    is_gate: bool = False
 
     def places(self, move: Move) -> tuple[Place, Place]:
         """Where a leaf is given and taken."""
         return self.giver.work.gives[move.output], self.taker.work.takes[move.argument]
 
     def stays(self, move: Move) -> bool:
-        """Whether a leaf is taken from the devices that hold it, or from the host."""
+        """Whether a leaf is taken where it is given: on the same devices at the same placement, or on the host."""
         here, there = self.places(move)
-        return here.mesh == there.mesh
+        return here.mesh == there.mesh and (
+            here.placement == there.placement or None in (here.placement, there.placement)
+        )
+
+    def takes_over(self, move: Move) -> bool:
+        """Whether the taker may overwrite a leaf."""
+        return move.argument in self.taker.work.donated
 
     @cached_property
     def bytes(self) -> int:
@@ -164,21 +172,39 @@ class FlowNetwork:
             todo += new
         return reached
 
+    def _before(self, node: Node) -> set[Node]:
+        """The nodes that run before a node in each round: those whose results it needs, and those before them in the
+        order of their actors."""
+        before, todo = set[Node](), [node]
+        while todo:
+            at = todo.pop()
+            row = self.rows[self.actor[at]]
+            new = {e.giver for e in self.edges if e.taker is at and not e.delay} | set(row[: row.index(at)])
+            todo += new - before
+            before |= new
+        return before
+
     def _ends(self) -> list[Node]:
-        """The nodes on the host that the new state of a round needs: the inputs and loaders."""
+        """The inputs, and the loaders: nodes on the host that the new state of a round needs, with nothing before them
+        that changes the state or takes its buffers."""
         makers = set(self._makes_state())
-        hosts = [n for n in self.round.nodes if not n.work.meshes and n not in makers]
-        return [n for n in hosts if n.number == 0 or (n.every == 1 and self._reached(n) & makers)]
+        hosts = [n for n in self.round.nodes[1:] if not n.work.meshes and n not in makers and n.every == 1]
+        loaders = [
+            n for n in hosts
+            if self._reached(n) & makers and not any(m in makers or m.work.donated for m in self._before(n))
+        ]  # fmt: skip
+        return [self.round.nodes[0], *loaders]
 
     def _gate(self) -> None:
-        """Let no node begin a round that the run's sources may not have."""
+        """Let no node begin a round that the run's sources may not have, unless a source waits for it."""
+        early = {m for source in self.ends for m in (source, *self._before(source))}
         for source in self.ends if self.apart == 0 else self.ends[:1]:
             reached = self._reached(source)
             for row in self.rows:
                 gated = False
                 for node in row:
-                    if not (gated or node in reached or (node in self.ends and source.number)):
-                        self.edges.append(Edge(source, node, 0))
+                    if not (gated or node in reached or (node in early and source.number)):
+                        self.edges.append(Edge(source, node, 0, is_gate=True))
                     gated |= node.every == 1
 
     # -- registers and copies
@@ -193,9 +219,10 @@ class FlowNetwork:
             )
 
     def _with_registers(self, edge: Edge) -> Edge:
-        late = sum((r + 1) % edge.taker.every == 0 for r in range(edge.delay))
+        late = -(-edge.delay // edge.taker.every)  # the most that it holds between two rounds
         same = self.actor[edge.giver] == self.actor[edge.taker]
-        edge.registers = late + (1 if same else edge.giver.work.credits or self.credits)
+        credits = [n.work.credits or self.credits for n in (self.round.nodes if edge.is_gate else [edge.giver])]
+        edge.registers = late + (1 if same else sum(credits))
         if edge.giver.number == 0:  # all read the same inputs
             edge.registers = None if self.apart is None else edge.registers + self.apart
         elif not edge.moves and (edge.giver.number, edge.delay) in edge.taker.work.waits:
@@ -205,15 +232,23 @@ class FlowNetwork:
     def _safe(self, edge: Edge) -> Edge:
         """An edge whose values are copied where another node may overwrite them before they are read."""
         edge.moves = [
-            Move(m.output, m.argument, m.first, any(self._overwrites(e, edge, m) for e in self.edges))
-            for m in edge.moves
-        ]
+            Move(
+                m.output, m.argument, m.first,
+                any(self._overwrites(e, edge, m) for e in self.edges) or self._is_again(edge, i),
+            )
+            for i, m in enumerate(edge.moves)
+        ]  # fmt: skip
         return edge
 
-    def is_donated(self, node: Node, output: int) -> bool:
-        """Whether a node may overwrite a result of another one."""
+    def _is_again(self, edge: Edge, i: int) -> bool:
+        """Whether a call takes a value a second time, which it may overwrite."""
+        same = [m for m in edge.moves if m.output == edge.moves[i].output]
+        return same[0] is not edge.moves[i] and any(edge.takes_over(m) for m in same)
+
+    def is_donated(self, node: Node, output: int, rounds: float = math.inf) -> bool:
+        """Whether another node may overwrite a result of this one, less than so many rounds later."""
         return any(
-            e.giver is node and m.output == output and m.argument in e.taker.work.donated and self._shares(e, m)
+            e.giver is node and m.output == output and e.delay < rounds and e.takes_over(m) and self._shares(e, m)
             for e in self.edges for m in e.moves
         )  # fmt: skip
 
@@ -221,7 +256,7 @@ class FlowNetwork:
         """Whether what another edge hands on is donated, and this edge's taker may read it later."""
         if other is edge or other.giver is not edge.giver or not self._shares(edge, move):
             return False
-        if not any(m.output == move.output and m.argument in other.taker.work.donated and self._shares(other, m)
+        if not any(m.output == move.output and other.takes_over(m) and self._shares(other, m)
                    for m in other.moves):  # fmt: skip
             return False
         mine, theirs = (edge.delay, edge.taker.number), (other.delay, other.taker.number)
@@ -252,7 +287,8 @@ class FlowNetwork:
             takes[e.taker].append((number, e))
             gives[e.giver].append((number, e))
         actors = [tuple(self._steps(row, takes, gives)) for row in self.rows]
-        return Network(tuple(actors), tuple(channels), self.period)
+        names = tuple(map(_row_name, self.rows))
+        return Network(tuple(actors), tuple(channels), self.period, names=names, kind="round")
 
     def _steps(
         self, row: Sequence[Node], takes: Mapping[Node, list[tuple[int, Edge]]],
@@ -267,6 +303,12 @@ class FlowNetwork:
                     (c, (r + e.delay) % self.period) for c, e in gives[node] if (r + e.delay + 1) % e.taker.every == 0
                 ]
                 yield Step(Call(node.name, node.number, r), tuple(taken), tuple(given), r)
+
+
+def _row_name(row: Sequence[Node]) -> str:
+    """The name of an actor: its first two nodes, and how many more it has."""
+    more = f" and {len(row) - 2} more" if len(row) > 2 else ""
+    return ", ".join(n.name for n in row[:2]) + more
 
 
 def devices_of(mesh: AnyMesh | None) -> frozenset[Any]:

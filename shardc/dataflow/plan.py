@@ -58,13 +58,10 @@ class PlannedFlow:
         """What nodes hand to one another."""
         return self.built.edges
 
-    @cached_property
-    def row_names(self) -> list[str]:
-        """A name for each actor: its first two nodes, and how many more it has."""
-        rows = self.built.rows
-        return [
-            ", ".join(n.name for n in row[:2]) + (f" and {len(row) - 2} more" if len(row) > 2 else "") for row in rows
-        ]
+    @property
+    def has_inputs(self) -> bool:
+        """Whether rounds get an item; the node that gives it is the first one."""
+        return bool(self.nodes[0].results)
 
     @property
     def bytes(self) -> int:
@@ -78,7 +75,7 @@ class PlannedFlow:
         What is taken lies in registers; beside them stands the largest need of a node while it runs.
         """
         found: list[tuple[str, int, int | None]] = []
-        for name, row in zip(self.row_names, self.built.rows, strict=True):
+        for name, row in zip(self.network.names, self.built.rows, strict=True):
             held = sum((e.registers or 1) * e.held_bytes for e in self.edges if e.taker in row)
             meshes = [m for n in row for m in n.work.meshes]
             limits = [limit for m in meshes if (limit := _limit(m)) is not None]
@@ -105,8 +102,8 @@ class PlannedFlow:
             each[n.number] = known.get(n.name, known.get(n.name.partition("[")[0], n.work.seconds or 0.0))
 
         def cost(label: Call) -> float:
-            found: Any = each[label.node]
-            return float(found() if callable(found) else found)
+            found = each[label.node]
+            return found if isinstance(found, int | float) else found()
 
         return cost
 

@@ -7,14 +7,17 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import jax
 
-from shardc.dataflow.value import Held, Late, Made, Value
-from shardc.dataflow.work import Work
-from shardc.errors import FlowError, all_offenders
-from shardc.passes.trace.trace import path_text
+from shardc.dataflow.value import INSIDE, Held, Late, Made, Value
+from shardc.errors import FlowError, TracingError, all_offenders
+from shardc.passes.trace.constants import key_of
+from shardc.passes.trace.trace import is_array, path_text
+
+if TYPE_CHECKING:
+    from shardc.dataflow.work import Work
 
 _TRACED: Final[ContextVar[Round | None]] = ContextVar("the round that is traced", default=None)
 
@@ -74,7 +77,7 @@ class Round:
     Attributes:
       name, where: of the flow, and with its line.
       nodes: in the order of calls. The first one gives the inputs.
-      state, state_tree: the state's leaves as the round begins, and their structure.
+      state: the arrays among the state's leaves, as the round begins.
       held: each state leaf as the round ends.
       outs, out_tree: what the round gives besides.
     """
@@ -85,9 +88,11 @@ class Round:
         self.state: list[Value] = []
         self.held: list[Value] = []
         self.outs: list[Any] = []
-        self.state_tree: Any = None
+        self._leaves: list[Any] = []
+        """All leaves of the state: the arrays as Values, and constants."""
+        self._tree: Any = None
         self.out_tree: Any = None
-        self.on_end: list[Callable[[], None]] = []
+        self.on_end: list[Callable[[Round], None]] = []
         """What is to be done when all calls are known."""
         self._names: Counter[str] = Counter()
 
@@ -105,17 +110,22 @@ class Round:
         Raises:
           FlowError: what it returns is no new state with what the round gives.
         """
-        pairs, self.state_tree = jax.tree_util.tree_flatten_with_path(state)
-        self.state = [
-            Value(_aval(x), Held(i), self, "/".join(filter(None, ("state", path_text(path)))))
-            for i, (path, x) in enumerate(pairs)
-        ]
-        args = [self.state_tree.unflatten(self.state)]
+        pairs, self._tree = jax.tree_util.tree_flatten_with_path(state)
+        for path, x in pairs:
+            if is_array(x):
+                name = "/".join(filter(None, ("state", path_text(path))))
+                self.state.append(Value(_aval(x), Held(len(self.state)), self, name))
+            self._leaves.append(self.state[-1] if is_array(x) else x)
+        args = [self._tree.unflatten(self._leaves)]
         if inputs is not None:
             args.append(item_tree.unflatten(self.values_of(inputs)))
         token = _TRACED.set(self)
         try:
             given = fn(*args)
+        except TypeError as error:  # of JAX, whose operations refuse a Value
+            if "Value(" not in str(error):
+                raise
+            raise TracingError(f"{self.where}: {error} {INSIDE}") from error
         finally:
             _TRACED.reset(token)
         if not (isinstance(given, tuple) and len(given) == 2):
@@ -125,20 +135,23 @@ class Round:
             )
         self._end(*given)
         for then in self.on_end:
-            then()
+            then(self)
 
     def _end(self, state: Any, outs: Any) -> None:
         pairs, tree = jax.tree_util.tree_flatten_with_path(state)
-        if tree != self.state_tree:
+        if tree != self._tree:
             raise FlowError(
                 f"{self.where}: the state that the round returns has another structure than the one that it takes:\n"
-                f"  takes   {self.state_tree}\n  returns {tree}"
+                f"  takes   {self._tree}\n  returns {tree}"
             )
         wrong: list[str] = []
-        for (path, x), was in zip(pairs, self.state, strict=True):
+        for (path, x), was in zip(pairs, self._leaves, strict=True):
             name = "/".join(filter(None, ("state", path_text(path))))
-            if not isinstance(x, Value):
-                wrong.append(f"{name} is {_kind(x)}, and not a value of the round.")
+            if not isinstance(was, Value):
+                if isinstance(x, Value) or key_of(x) != key_of(was):
+                    wrong.append(f"{name} was the constant {was!r} and is {x!r}; a constant stays what it is.")
+            elif not isinstance(x, Value):
+                wrong.append(f"{name} is {_kind(x)}; let it be a part of the state that the round takes, or a result.")
             elif (x.shape, x.dtype) != (was.shape, was.dtype):
                 wrong.append(f"{name} was {was.dtype.name}{list(was.shape)} and is {x.dtype.name}{list(x.shape)}.")
             elif isinstance(x.origin, Made) and (n := self.nodes[x.origin.node]).every > 1:
@@ -148,7 +161,7 @@ class Round:
                 )
         if wrong:
             raise FlowError(all_offenders(f"{self.where}: a state that cannot be carried to the next round:", wrong))
-        self.held = [x for _, x in pairs]
+        self.held = [x for _, x in pairs if isinstance(x, Value)]
         self._check(self.held)
         self.outs, self.out_tree = jax.tree.flatten(outs)
         self._check([x for x in self.outs if isinstance(x, Value)])
@@ -156,7 +169,9 @@ class Round:
     def _check(self, values: Sequence[Value]) -> None:
         for v in values:
             if v.round is not self:
-                raise FlowError(f"{self.where}: {v!r} is a value of another round, {v.round.where}.")
+                raise FlowError(
+                    f"{self.where}: {v!r} is a value of another round, {v.round.where}, and is gone with it."
+                )
 
     def name_of(self, name: str) -> str:
         """A name for the next call of this name: `grad`, `grad[1]`."""
@@ -190,9 +205,11 @@ class Round:
         if isinstance(v.origin, Made):
             giver = self.nodes[v.origin.node]
             if node.every % giver.every or delay % giver.every:
+                rate = "in each round" if node.every == 1 else f"every {node.every} rounds"
+                late = f", {delay} rounds late" if delay else ""
                 yield (
-                    f"{v.name} is there every {giver.every} rounds, and {node} runs every {node.every}: call it in "
-                    f"shardc.every({giver.every}, ...) too."
+                    f"{v.name} is there every {giver.every} rounds, and {node} runs {rate}{late}: call it in "
+                    f"shardc.every({giver.every}, ...) too, and let delays be multiples of {giver.every}."
                 )
 
     def values_of(self, node: Node) -> list[Value]:
@@ -201,6 +218,11 @@ class Round:
             Value(aval, Made(node.number, i), self, f"{node}/{i}" if len(node.results) > 1 else str(node))
             for i, aval in enumerate(node.results)
         ]
+
+    def state_of(self, arrays: Sequence[Any]) -> Any:
+        """The state with these arrays."""
+        left = iter(arrays)
+        return self._tree.unflatten([next(left) if isinstance(x, Value) else x for x in self._leaves])
 
     # -- what it says
 
@@ -257,6 +279,10 @@ def _zeros(v: Value) -> str:
 
 
 def _kind(x: Any) -> str:
+    if isinstance(x, Value):
+        return f"one value, {x.name}"
+    if hasattr(x, "shape") and hasattr(x, "dtype"):
+        return "an array that is the same in all rounds"
     return f"a tuple of {len(x)}" if isinstance(x, tuple) else "None" if x is None else f"a {type(x).__name__}"
 
 

@@ -2,8 +2,8 @@
 
 Every call of `change` is an actor of its own, so that no worker waits for another one's change. A change takes the
 state, under a lock; a read waits until nobody is further behind than the bound on staleness allows, then takes a copy.
-What each waits for are channels without values, so the deadlock check and the simulator know them; only the order in
-which changes that may overtake each other are applied is left to time.
+What each waits for are channels without values, so the deadlock check and the simulator know them; only the order of
+changes that may overtake each other is left to time.
 
 With stale=0 a round has one read for all, and the changes of the next round wait for it: all see the same.
 """
@@ -156,7 +156,7 @@ class Shared:
             raise ArgumentError(f"shardc.shared: {what} is for a flow's round; outside of one, read `.value`.")
         if self._traced is not round:
             self._traced = round
-            round.on_end.append(lambda: self._join(round))
+            round.on_end.append(self._join)
         return round
 
     def _check(self, round: Round, stale: int | None, quorum: Any, grace: float) -> None:
@@ -443,6 +443,7 @@ class _Read(_Reader):
     credits: int | None = None
     changes = False
     takes: Sequence[Place] = ()
+    process: int | None = None
 
     def __init__(self, shared: Shared, own: Node | None, behind: int, stale: int | None) -> None:
         super().__init__(own, behind, stale)

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import Any, Final, NoReturn, Protocol
 
 from shardc.errors import TracingError
 
-if TYPE_CHECKING:
-    from shardc.dataflow.round import Round
+INSIDE: Final = (
+    "A round is traced once, before its values exist: do this inside a function that the round calls, a "
+    "shardc.function or a shardc.host."
+)
+"""What to do about a use that needs a number."""
+
+
+class Traced(Protocol):
+    """The round of a value: `where` names it for errors."""
+
+    where: str
 
 
 class Made:
@@ -56,7 +65,7 @@ class Value:
 
     __slots__ = ("aval", "name", "origin", "round")
 
-    def __init__(self, aval: Any, origin: Made | Held | Late, round: Round, name: str) -> None:
+    def __init__(self, aval: Any, origin: Made | Held | Late, round: Traced, name: str) -> None:
         self.aval, self.origin, self.round, self.name = aval, origin, round, name
 
     @property
@@ -79,12 +88,19 @@ class Value:
         dims = ",".join(map(str, self.shape))
         return f"Value({self.dtype.name}[{dims}], {self.name})"
 
+    def __format__(self, spec: str) -> str:
+        return self.refuse("a formatted number from") if spec else repr(self)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _METHODS:
+            self.refuse(f".{name} of")
+        raise AttributeError(f"{self!r} has no attribute {name!r}")
+
     def refuse(self, what: str) -> NoReturn:
         """Raise the error for a use that needs a number."""
         raise TracingError(
-            f"{self.round.where}: {what} {self.name}, a value of the round ({self.dtype.name}{list(self.shape)}). A "
-            "round is traced once, and its values have no numbers then: do this inside a function that the round calls, "
-            "a shardc.function or a shardc.host."
+            f"{self.round.where}: {what} {self.name}, a value of the round ({self.dtype.name}{list(self.shape)}). "
+            f"{INSIDE}"
         )
 
 
@@ -97,19 +113,31 @@ _USES: Final = {
     "__iter__": "a Python loop over",
     "__getitem__": "an item of",
     "__len__": "len() of",
+    "__setitem__": "a change of an item of",
+    "__contains__": "a search in",
     "__array__": "a NumPy array of",
-    "__jax_array__": "a JAX operation on",
 } | {
     f"__{side}{name}__": f"{text} with"
     for name, text in {
         "add": "a sum", "sub": "a difference", "mul": "a product", "truediv": "a quotient", "floordiv": "a quotient",
-        "matmul": "a matrix product", "pow": "a power", "mod": "a remainder",
+        "matmul": "a matrix product", "pow": "a power", "mod": "a remainder", "divmod": "a quotient",
+        "and": "a logical and", "or": "a logical or", "xor": "an exclusive or", "lshift": "a shift",
+        "rshift": "a shift",
     }.items()
     for side in ("", "r")
 } | {f"__{name}__": "a comparison with" for name in ("eq", "ne", "lt", "le", "gt", "ge")} | {
-    f"__{name}__": "a sign of" for name in ("neg", "pos", "abs")
+    f"__{name}__": "a sign of" for name in ("neg", "pos", "abs", "invert", "round")
 }  # fmt: skip
 """Methods of Python, and what they do with a value."""
+
+_METHODS: Final = frozenset(
+    {
+        "T", "all", "any", "argmax", "argmin", "argsort", "astype", "at", "clip", "cumsum", "dot", "flatten", "item",
+        "max", "mean", "min", "prod", "ravel", "reshape", "round", "sort", "squeeze", "std", "sum", "take", "tolist",
+        "transpose", "var",
+    }
+)  # fmt: skip
+"""What people ask of arrays."""
 
 
 def _refused(what: str) -> Any:
@@ -122,3 +150,4 @@ def _refused(what: str) -> Any:
 for _name, _what in _USES.items():
     setattr(Value, _name, _refused(_what))
 Value.__hash__ = object.__hash__
+setattr(Value, "__jax_array__", property(_refused("a JAX operation on")))  # noqa: B010  # JAX asks if there is one

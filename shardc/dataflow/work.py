@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -66,6 +66,7 @@ class Work(Protocol):
       actor: the name of the actor that it shares with other nodes; None: it shares one with those of its devices.
       waits: nodes that it waits for, and the rounds by which they may be behind.
       changes: whether it changes something that outlives the run.
+      process: the process of the run that runs it; None: that of its devices, or of what reads its results.
       apart: the rounds by which it lets actors be apart that no value joins; None: any.
     """
 
@@ -89,6 +90,8 @@ class Work(Protocol):
     def waits(self) -> Sequence[tuple[int, int]]: ...
     @property
     def changes(self) -> bool: ...
+    @property
+    def process(self) -> int | None: ...
     @property
     def apart(self) -> int | None: ...
 
@@ -142,14 +145,18 @@ class FunctionWork:
     actor: object | None = None
     waits: Sequence[tuple[int, int]] = ()
     changes = False
+    process: int | None = None
     apart: int | None = 0
 
     def __init__(self, function: Callee, leaves: Sequence[Any], tree: Any) -> None:
-        self._function, self._tree = function, tree
+        self._function, self._tree, self.meshes = function, tree, function.meshes
+        self.make_plan(leaves)
+
+    def make_plan(self, leaves: Sequence[Any]) -> None:
+        """Plan the function for arguments that lie where these leaves say."""
+        function, tree, self._leaves = self._function, self._tree, list(leaves)
         args, kwargs = tree.unflatten(leaves)
-        self._leaves = list(leaves)
         self.plan = function.plan(*args, **kwargs)
-        self.meshes = function.meshes
         mesh = function.mesh if len(self.meshes) == 1 else None
         slots, named = tree.unflatten([_Slot(i) for i in range(len(leaves))])
         call = function.arguments.flatten(slots, named)
@@ -174,6 +181,25 @@ class FunctionWork:
 
     def _place(self, mesh: AnyMesh | None, placement: Placement) -> Place:
         return Place(self.meshes[0]) if mesh is None else Place(mesh, placement)
+
+    def settle(self, at: Mapping[int, Any]) -> bool:
+        """Plan the function again if arguments lie elsewhere on its mesh than where it takes them: what that moves is a
+        part of its plan then.
+
+        Args:
+          at: for arguments their type, with the sharding at which they are there in all rounds but the first ones.
+
+        Returns:
+          whether it was planned again.
+        """
+        leaves = [at.get(i, x) for i, x in enumerate(self._leaves)]
+        new = [
+            i for i, x in at.items()
+            if getattr(self._leaves[i], "sharding", None) != x.sharding and self.takes[i].sharding(x) != x.sharding
+        ]  # fmt: skip
+        if new:
+            self.make_plan([leaves[i] if i in new else x for i, x in enumerate(self._leaves)])
+        return bool(new)
 
     def begin(self) -> None:
         """Compile, in the thread that runs the flow: JAX's settings are per thread."""
@@ -211,14 +237,14 @@ class HostWork:
 
     def __init__(  # noqa: PLR0913  # what a call of a host function is
         self, call: Callable[..., Any], tree: Any, leaves: int, gives: Any, name: str, *,
-        credits: int | None = None, seconds: float | None = None,
+        credits: int | None = None, seconds: float | None = None, process: int | None = None,
     ) -> None:  # fmt: skip
         self._call, self._tree, self.name = call, tree, name
         pairs, self.out_tree = jax.tree_util.tree_flatten_with_path(gives)
         self.results = [x for _, x in pairs]
         self._paths = [path_text(path) for path, _ in pairs]
         self.takes, self.gives = [HOST] * leaves, [HOST] * len(pairs)
-        self.credits, self.seconds = credits, seconds
+        self.credits, self.seconds, self.process = credits, seconds, process
 
     def begin(self) -> None:
         """Nothing to ready."""
@@ -247,18 +273,24 @@ class HostWork:
             f"{path or 'the result'}: {want.dtype.name}{list(want.shape)} is declared, "
             f"{x.dtype.name}{list(x.shape)} came."
             for path, x, want in zip(self._paths, arrays, self.results, strict=True)
-            if x.shape != want.shape or not _casts(x, want)
+            if not is_like(x, want)
         ]
         if wrong:
             raise FlowError(all_offenders(f"{self.name} did not return what gives= says, in round {round}:", wrong))
         return [x if x.dtype == w.dtype else x.astype(w.dtype) for x, w in zip(arrays, self.results, strict=True)]
 
 
-def _casts(x: Any, want: Any) -> bool:
-    """Whether a result has the declared dtype, as far as JAX would tell: Python's and NumPy's 64 bits become 32."""
-    return x.dtype == want.dtype or jax.dtypes.canonicalize_dtype(x.dtype) == want.dtype
+def is_like(x: Any, want: Any) -> bool:
+    """Whether an array has the declared shape and dtype, as far as JAX would tell: Python's and NumPy's 64 bits become
+    32."""
+    return x.shape == want.shape and (x.dtype == want.dtype or _as_jax(x.dtype) == _as_jax(want.dtype))
 
 
-def stacked_gives(gives: Any, count: int) -> Any:
-    """What `count` results are together, stacked along a new first dimension."""
-    return jax.tree.map(lambda a: jax.ShapeDtypeStruct((count, *a.shape), a.dtype), gives)
+def _as_jax(dtype: Any) -> Any:
+    is_own = jax.dtypes.issubdtype(dtype, jax.dtypes.extended)  # random keys
+    return dtype if is_own else jax.dtypes.canonicalize_dtype(dtype)
+
+
+def stacked_gives(gives: Any, count: int) -> tuple[Any, ...]:
+    """The leaves of `count` results, each stacked along a new first dimension."""
+    return tuple(jax.ShapeDtypeStruct((count, *a.shape), a.dtype) for a in jax.tree.leaves(gives))

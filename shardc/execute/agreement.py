@@ -44,6 +44,12 @@ class Agreement:
         self._agreed: ProcessGroup | None = None
         self._calls = 0
 
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The processes that run the plan."""
+        group = self._group()
+        return () if group is None else group.members
+
     def check(self, arrays: Sequence[Any]) -> None:
         """Check a call before it is made.
 

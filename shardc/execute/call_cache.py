@@ -19,16 +19,15 @@ import jax
 from shardc import compat
 from shardc.arrays.placed import is_placed
 from shardc.errors import PipelineError
-from shardc.execute.agreement import check_call
 from shardc.execute.executable import looks_for_nans
+from shardc.execute.in_turn import Launchable, in_turn
 from shardc.passes.trace.constants import key_of, key_of_static
 from shardc.passes.trace.trace import Arguments, is_array, settings
 
 
-class Runnable(Protocol):
+class Runnable(Launchable, Protocol):
     """The part of an executable that a cached call uses."""
 
-    plan: Any
     settings: tuple[Any, ...]
     moves_arguments: bool
 
@@ -90,16 +89,18 @@ class CachedCall:
             return None
         if any(getattr(args[k], "committed", False) and not is_placed(args[k]) for k in self._unlike):
             return None
-        check_call(self.executable, args)
         try:
-            for k in self._unlike:
-                args[k] = self.executable.enter(k, args[k])
-            out = self.executable.launch(args)
+            out = in_turn(self.executable, args, lambda: self._launch(args))
         except PipelineError:  # a run that failed, here or in another process: nobody makes it again
             raise
         except (TypeError, ValueError):  # nothing has run
             return None
         return (self.executable.plan.program.out_tree.unflatten(out),)
+
+    def _launch(self, args: list[Any]) -> list[Any]:
+        for k in self._unlike:
+            args[k] = self.executable.enter(k, args[k])
+        return self.executable.launch(args)
 
 
 class CallCache:

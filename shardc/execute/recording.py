@@ -1,4 +1,4 @@
-"""The times of the steps of one call of a pipeline, of all its processes on one clock."""
+"""The times of the steps of one call of a pipeline, or of one run of a flow, of all its processes on one clock."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ class Recording:
         begins, parts = zip(*map(json.loads, said), strict=True)
         whole = {actor: times for part in reversed(parts) for actor, times in part}  # of a rank's processes the first
         spans = [
-            Span(actor, step.label, *at)
+            Span(actor, step.label, begin, end, round)
             for actor, times in sorted(whole.items())
-            for step, at in zip(net.actors[actor], times, strict=True)
+            for (round, step), (begin, end) in zip(net.ran(actor, len(times)), times, strict=True)
         ]
         return Recording(spans, min(begins), None if self.waited is None else {})

@@ -1,12 +1,12 @@
-"""The data of a pipeline's pictures: runs side by side, and the names of their tasks and times."""
+"""The data of pictures: runs side by side, and the names of their tasks and times."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Final
+from typing import Any, Final
 
 from jax.sharding import Mesh
 
@@ -15,7 +15,7 @@ from shardc.pipeline.plan import MpmdPlan
 from shardc.pipeline.schedule.action import Action
 from shardc.pipeline.schedule.simulate import Timeline
 from shardc.report.tables import number_text, seconds_text
-from shardc.runtime.actor import Network
+from shardc.runtime.actor import Network, Span
 from shardc.runtime.cluster import processes_text
 
 KINDS: Final[Mapping[str, str]] = {
@@ -29,10 +29,16 @@ KINDS: Final[Mapping[str, str]] = {
 }
 """The kinds of tasks, by letter."""
 
+COLOURS: Final[Mapping[str, str]] = {
+    "F": "#3b76af", "B": "#e08a3c", "I": "#e6b34e", "W": "#5a9e6f", "L": "#b9bec6", "U": "#8a6fb0", "-": "#e4e6ea",
+}  # fmt: skip
+"""The colour of each kind of task."""
+
 SAME_SCALE: Final = 3.0
 """Runs whose makespans differ by more than this factor get a scale each: on a common one the short run is a dot."""
 
 _ONCE: Final = {"load": "L", "update": "U"}
+_ARROW: Final = re.compile(r"(\d+)->(\d+)")
 
 
 @dataclass(frozen=True)
@@ -52,7 +58,7 @@ class Track:
 
 @dataclass(frozen=True)
 class Chart:
-    """Runs of one network, drawn side by side.
+    """Runs of a pipeline, drawn side by side. What its pictures say of a task, they ask here.
 
     Attributes:
       title: the name of the program or schedule.
@@ -68,13 +74,22 @@ class Chart:
     seconds: bool = True
     places: tuple[str, ...] = ()
 
-    def rank_text(self, rank: int) -> str:
-        """`rank 1`; with several processes `rank 1, process 1`."""
-        return f"rank {rank}, {self.places[rank]}" if self.places else f"rank {rank}"
-
     @property
     def network(self) -> Network:
         return self.tracks[0].timeline.network
+
+    @property
+    def rows(self) -> Sequence[int]:
+        """The actors that have a row."""
+        return range(len(self.network.actors))
+
+    def row_text(self, row: int) -> str:
+        """`rank 1`; with several processes `rank 1, process 1`."""
+        return f"rank {row}, {self.places[row]}" if self.places else f"rank {row}"
+
+    def spans(self, track: Track, row: int) -> Sequence[Span]:
+        """The tasks of an actor in one run."""
+        return track.timeline.spans[row]
 
     @cached_property
     def _own(self) -> bool:
@@ -88,8 +103,24 @@ class Chart:
         letter = _ONCE.get(word)
         return str(label) if letter is None else letter if self._own else f"{letter}{rest}"
 
+    def number(self, label: Hashable) -> str:
+        """The short name of a task: its microbatch; empty for what runs once."""
+        return str(label.microbatch) if isinstance(label, Action) else ""
+
+    @property
+    def kinds(self) -> Mapping[str, str]:
+        """The kinds of tasks, by letter."""
+        return KINDS
+
+    @property
+    def colours(self) -> Mapping[str, str]:
+        """The colour of each kind."""
+        return COLOURS
+
+    number_is = "the number is the microbatch"
+
     def kind(self, label: Hashable) -> str:
-        """One of KINDS."""
+        """One of the kinds."""
         return label.kind if isinstance(label, Action) else _ONCE.get(str(label).partition(" ")[0], "-")
 
     def chunk(self, label: Hashable) -> int:
@@ -97,6 +128,29 @@ class Chart:
         if not isinstance(label, Action):
             return 0
         return self.rank_of[: label.stage].count(self.rank_of[label.stage])
+
+    @property
+    def has_chunks(self) -> bool:
+        return len(self.rank_of) > len(self.network.actors)
+
+    def about(self, label: Hashable) -> dict[str, Any]:
+        """The numbers of a task."""
+        return {"stage": label.stage, "microbatch": label.microbatch} if isinstance(label, Action) else {}
+
+    @cached_property
+    def channels(self) -> Sequence[int]:
+        """The channels that are drawn, by kind and sending stage: those that are used once per microbatch."""
+        return sorted(repeated_channels(self.network), key=self._channel_order)
+
+    def _channel_order(self, number: int) -> tuple[str, int, int]:
+        word, _, ends = self.network.channels[number].name.rpartition(" ")
+        stage = ends.partition("->")[0]
+        return word, int(stage) if stage.isdigit() else 0, number
+
+    def channel_text(self, channel: int) -> str:
+        """`weight_stash 0`, `activation 0->1` --> `weight stash 0`, `activation 0→1`."""
+        name = self.network.channels[channel].name
+        return _ARROW.sub("\\1\N{RIGHTWARDS ARROW}\\2", name).replace("_", " ")
 
     @cached_property
     def spans_of_time(self) -> tuple[float, ...]:
@@ -168,11 +222,3 @@ def scale_of(extent: float, most: int, *, seconds: bool) -> tuple[list[float], l
     step = next((s for s in steps if extent / unit / s < most), steps[-1])
     count = int(extent / unit / step * (1 + 1e-9))
     return [i * step * unit for i in range(count + 1)], [f"{i * step:.6g}" for i in range(count + 1)], name
-
-
-_ARROW: Final = re.compile(r"(\d+)->(\d+)")
-
-
-def channel_text(name: str) -> str:
-    """`weight_stash 0`, `activation 0->1` --> `weight stash 0`, `activation 0→1`."""
-    return _ARROW.sub("\\1\N{RIGHTWARDS ARROW}\\2", name).replace("_", " ")

@@ -1,4 +1,4 @@
-"""A chart as text: a row for each rank, planned above measured, time from left to right."""
+"""A chart as text: a row for each actor, planned above measured, time from left to right."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Final
 
-from shardc.pipeline.schedule.action import Action
-from shardc.report.chart import KINDS, Chart, Track, scale_of
+from shardc.report.chart import Chart, Track, scale_of
 from shardc.report.tables import WIDTH
 from shardc.runtime.actor import Span
 
@@ -29,7 +28,7 @@ def chart_text(chart: Chart, width: int = WIDTH) -> str:
       width: characters of a line. A long run is wrapped into blocks, unless there would be too many lines.
 
     Returns:
-      A line about each run, then for each rank a line for each run, and a scale of time. A dot is idle time: if times
+      A line about each run, then for each actor a line for each run, and a scale of time. A dot is idle time: if times
       are units of the costs, one unit where that leaves room for names. A task whose name does not fit is a letter.
       For tasks shorter than a character, it is the letter of the kind that takes the largest part of the character.
     """
@@ -37,8 +36,7 @@ def chart_text(chart: Chart, width: int = WIDTH) -> str:
     each = len(set(extents)) > 1  # two scales: the planned run's above, the measured run's below
     names = [t.name if len(tracks) > 1 else "" for t in tracks]
     units = [scale_of(e, 1, seconds=chart.seconds)[2] for e in extents]
-    ranks = range(len(chart.network.actors))
-    heads = [(chart.rank_text(rank) if i == 0 else "", name) for rank in ranks for i, name in enumerate(names)]
+    heads = [(chart.row_text(row) if i == 0 else "", name) for row in chart.rows for i, name in enumerate(names)]
     heads = [(units[0], names[0]), *heads, (units[1], names[1])] if each else [*heads, (units[0], "")]
     first, second = (max(map(len, column)) for column in zip(*heads, strict=True))
     named = [f"{a:<{first}} {b:<{second}}".rstrip() for a, b in heads]
@@ -48,7 +46,7 @@ def chart_text(chart: Chart, width: int = WIDTH) -> str:
     columns, room = units * cell or columns, room - room % cell
     rulers = [_ruler(chart, e, columns, room) for e in extents]
     scales = [columns / e if e else 0.0 for e in extents]
-    rows = [_row(chart, t, rank, scale, cell) for rank in ranks for t, scale in zip(tracks, scales, strict=True)]
+    rows = [_row(chart, t, row, scale, cell) for row in chart.rows for t, scale in zip(tracks, scales, strict=True)]
     rows = [rulers[0], *rows, rulers[1]] if each else [*rows, rulers[0]]
     about = "\n".join([chart.title, *(chart.headline(t) for t in tracks)])
     return f"{about}\n\n{_wrapped(named, rows, room)}\n\n{_legend(chart)}"
@@ -59,7 +57,7 @@ def _blocks(chart: Chart, room: int, lines: int) -> int:
     most = max(1, _MOST_LINES // lines)
     wanted: list[int] = []
     for track, extent in zip(chart.tracks, chart.spans_of_time, strict=True):
-        spans = [s for row in track.timeline.spans for s in row if isinstance(s.label, Action) and s.end > s.start]
+        spans = [s for row in chart.rows for s in chart.spans(track, row) if chart.number(s.label) and s.end > s.start]
         if spans:
             short = sorted(s.end - s.start for s in spans)[len(spans) // 5]
             name = max(len(chart.label(s.label)) for s in spans) + 1
@@ -83,10 +81,10 @@ def _units(chart: Chart, columns: int) -> tuple[int, int]:
     return units, min(columns // units, -(-widest // max(1, shortest)))
 
 
-def _row(chart: Chart, track: Track, rank: int, scale: float, cell: int) -> str:
-    """One rank's line: `F0--- F1--- ...B0----------`. `scale` is the characters of a unit of time, `cell` those of a
+def _row(chart: Chart, track: Track, row: int, scale: float, cell: int) -> str:
+    """One actor's line: `F0--- F1--- ...B0----------`. `scale` is the characters of a unit of time, `cell` those of a
     dot."""
-    spans = track.timeline.spans[rank]
+    spans = chart.spans(track, row)
     text = [_IDLE if at % cell == 0 else " " for at in range(round(track.timeline.makespan * scale))]
     ends = [(round(s.start * scale), round(s.end * scale)) for s in spans]
     places = [(span, first, last) for span, (first, last) in zip(spans, ends, strict=True) if last > first]
@@ -136,10 +134,10 @@ def _ruler(chart: Chart, extent: float, columns: int, room: int) -> str:
 
 def _legend(chart: Chart) -> str:
     """The meaning of the letters that occur."""
-    spans = (s for track in chart.tracks for row in track.timeline.spans for s in row)
+    spans = (s for track in chart.tracks for row in chart.rows for s in chart.spans(track, row))
     found = {chart.kind(s.label) for s in spans if s.end > s.start}
-    words = [f"{'other names:' if kind == '-' else kind} {word}" for kind, word in KINDS.items() if kind in found]
-    return ", ".join([*words, "the number is the microbatch"])
+    words = [f"{'other names:' if kind == '-' else kind} {word}" for kind, word in chart.kinds.items() if kind in found]
+    return ", ".join([*words, chart.number_is])
 
 
 def _wrapped(heads: Sequence[str], rows: Sequence[str], room: int) -> str:

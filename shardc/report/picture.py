@@ -1,4 +1,4 @@
-"""A chart as SVG or PNG: for each rank planned above measured, and below them the registers in use of each channel.
+"""A chart as SVG or PNG: for each actor planned above measured, and below them the registers in use of each channel.
 
 It is drawn by matplotlib, an optional dependency. Text and traces do not need it.
 """
@@ -11,23 +11,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from shardc.errors import PipelineError
-from shardc.pipeline.schedule.action import Action
-from shardc.report.chart import KINDS, Chart, Track, channel_text, repeated_channels, scale_of
+from shardc.report.chart import Chart, Track, scale_of
 from shardc.report.tables import bytes_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-COLOURS: Final = {
-    "F": "#3b76af", "B": "#e08a3c", "I": "#e6b34e", "W": "#5a9e6f", "L": "#b9bec6", "U": "#8a6fb0", "-": "#e4e6ea",
-}  # fmt: skip
-"""The colour of each kind of task."""
-
 _INK, _PALE, _LINE = "#22262c", "#6b7280", "#d6d9de"
 _FILL, _STEP = "#c9d6e4", "#b5482a"
 _SIZE: Final = 7.0
 """Font size of the small text, points."""
+_BOLD: Final = 8.5
+"""That of the names of rows."""
 _LETTER: Final = 0.62
 """Width of a letter, in font sizes."""
 _ROW, _GAP, _CHANNEL = 0.2, 0.1, 0.2
@@ -67,16 +63,17 @@ def draw_picture(chart: Chart, path: str | Path) -> None:
 
 
 def _figure(chart: Chart) -> Figure:
-    """The figure: head, ranks and channels from top to bottom, sizes in inches."""
+    """The figure: head, actors and channels from top to bottom, sizes in inches."""
     from matplotlib.figure import Figure  # noqa: PLC0415
 
-    ranks, runs = len(chart.network.actors), len(chart.tracks)
-    channels = sorted(repeated_channels(chart.network), key=lambda c: _order(chart, c))[:_MOST_CHANNELS]
-    actions = max(sum(s.end > s.start for s in row) for row in chart.tracks[0].timeline.spans)
-    left, right, foot, between = 1.6, 1.4, 0.42, 0.4
+    rows, runs = len(chart.rows), len(chart.tracks)
+    channels = chart.channels[:_MOST_CHANNELS]
+    actions = max(sum(s.end > s.start for s in chart.spans(chart.tracks[0], row)) for row in chart.rows)
+    left, right, foot, between = _left(chart, channels), 1.4, 0.42, 0.4
     plot = min(20.0, max(8.0, 0.2 * actions))
-    head = 0.68 + 0.17 * runs + 0.3 * (not _alike(chart))
-    tall = ranks * (runs * _ROW + _GAP)
+    lines = -(-len(_kinds_drawn(chart)) // _legend_columns(chart, left + plot + right))
+    head = 0.51 + 0.17 * (runs + lines) + 0.3 * (not _alike(chart))
+    tall = rows * (runs * _ROW + _GAP)
     low = len(channels) * _CHANNEL
     width, height = left + plot + right, head + tall + between + low + foot
     figure = Figure(figsize=(width, height), facecolor="white")
@@ -90,7 +87,7 @@ def _figure(chart: Chart) -> Figure:
         return made
 
     upper = axes(foot + low + between, tall)
-    _draw_ranks(chart, upper, plot)
+    _draw_rows(chart, upper, plot, left)
     if channels:
         lower = axes(foot, low)
         _draw_channels(chart, channels, lower)
@@ -99,6 +96,25 @@ def _figure(chart: Chart) -> Figure:
         _draw_scale(chart, (upper,), plot)
     _draw_head(chart, figure, width, height)
     return figure
+
+
+def _left(chart: Chart, channels: Sequence[int]) -> float:
+    """Inches for the names of actors, with those of runs beside them, and of channels."""
+    lines = [line for row in chart.rows for line in chart.row_text(row).split(", ")]
+    names = _width(max(lines, key=len), _BOLD) / _POINTS + 0.2 + (0.65 if len(chart.tracks) > 1 else 0.0)
+    return max(1.6, names, *(_width(chart.channel_text(c)) / _POINTS + 0.2 for c in channels))
+
+
+def _kinds_drawn(chart: Chart) -> dict[str, str]:
+    spans = (s for t in chart.tracks for row in chart.rows for s in chart.spans(t, row) if s.end > s.start)
+    found = {chart.kind(s.label) for s in spans}
+    return {kind: text for kind, text in chart.kinds.items() if kind in found}
+
+
+def _legend_columns(chart: Chart, width: float) -> int:
+    """The kinds that stand in a line of the legend."""
+    widest = max((_width(f"{name}___", 8) for name in _kinds_drawn(chart).values()), default=1)
+    return max(1, int((width - 0.3) * _POINTS / widest))
 
 
 def _alike(chart: Chart) -> bool:
@@ -112,31 +128,30 @@ def _draw_head(chart: Chart, figure: Figure, width: float, height: float) -> Non
     for i, track in enumerate(chart.tracks):
         y = 1 - (0.36 + 0.17 * i) / height
         figure.text(0.15 / width, y, chart.headline(track), size=8, color=_PALE, va="top")
-    spans = (s for t in chart.tracks for row in t.timeline.spans for s in row if s.end > s.start)
-    found = {chart.kind(s.label) for s in spans}
-    handles = [Patch(color=COLOURS[k], label=text) for k, text in KINDS.items() if k in found]
-    if len(chart.rank_of) > len(chart.network.actors):
+    handles = [Patch(color=chart.colours[k], label=text) for k, text in _kinds_drawn(chart).items()]
+    if chart.has_chunks:
         handles.append(Patch(color=_lighter(_PALE, 1), label="lighter: a rank's later stages"))
     figure.legend(
-        handles=handles, ncols=len(handles), loc="upper left", borderpad=0, borderaxespad=0, frameon=False, fontsize=8,
+        handles=handles, ncols=min(len(handles), _legend_columns(chart, width)), loc="upper left", borderpad=0,
+        borderaxespad=0, frameon=False, fontsize=8,
         bbox_to_anchor=(0.15 / width, 1 - (0.38 + 0.17 * len(chart.tracks)) / height),
         handlelength=1.0, handleheight=1.0, handletextpad=0.4, columnspacing=1.2, labelcolor=_INK,
     )  # fmt: skip
 
 
-def _draw_ranks(chart: Chart, axes: Axes, plot: float) -> None:
-    ranks, runs = len(chart.network.actors), len(chart.tracks)
+def _draw_rows(chart: Chart, axes: Axes, plot: float, left: float) -> None:
+    runs = len(chart.tracks)
     step = runs * _ROW + _GAP
-    axes.set_ylim(ranks * step, 0)
+    axes.set_ylim(len(chart.rows) * step, 0)
     axes.set_yticks([])
-    for rank in range(ranks):
-        top = rank * step + _GAP / 2
+    for at, row in enumerate(chart.rows):
+        top = at * step + _GAP / 2
         middle = top + runs * _ROW / 2
         axes.text(
-            -1.45 / plot,
+            (0.15 - left) / plot,
             middle,
-            chart.rank_text(rank).replace(", ", "\n"),
-            size=8.5,
+            chart.row_text(row).replace(", ", "\n"),
+            size=_BOLD,
             color=_INK,
             va="center",
             weight="bold",
@@ -146,37 +161,37 @@ def _draw_ranks(chart: Chart, axes: Axes, plot: float) -> None:
             axes.axhspan(y + 0.015, y + _ROW - 0.015, color="#f4f5f7", lw=0, zorder=0)
             if runs > 1:
                 axes.text(-0.06 / plot, y + _ROW / 2, track.name, size=_SIZE, color=_PALE, va="center", ha="right")
-            _draw_row(_TrackRow(chart, track, rank, chart.spans_of_time[i], plot), axes, y)
+            _draw_row(_TrackRow(chart, track, row, chart.spans_of_time[i], plot), axes, y)
 
 
 @dataclass(frozen=True)
 class _TrackRow:
-    """One rank in one run.
+    """One actor in one run.
 
     Attributes:
-      chart, track, rank: the run and the rank.
+      chart, track, row: the run and the actor.
       extent: time of the whole width.
       width: inches.
     """
 
     chart: Chart
     track: Track
-    rank: int
+    row: int
     extent: float
     width: float
 
 
 def _draw_row(row: _TrackRow, axes: Axes, y: float) -> None:
-    """Draw a bar for each task of one rank in one run, with its name if that fits."""
+    """Draw a bar for each task of one actor in one run, with its name if that fits."""
     chart, track = row.chart, row.track
     bars: dict[str, list[tuple[float, float]]] = {}
-    drawn = [s for s in track.timeline.spans[row.rank] if s.end > s.start]
+    drawn = [s for s in chart.spans(track, row.row) if s.end > s.start]
     scale = row.width * _POINTS / row.extent if row.extent else 0.0
     names = {kind: _name_that_fits(chart, track, kind, scale) for kind in {chart.kind(s.label) for s in drawn}}
     for span in drawn:
         start, length = span.start / row.extent, (span.end - span.start) / row.extent
         kind = chart.kind(span.label)
-        colour = _lighter(COLOURS[kind], chart.chunk(span.label))
+        colour = _lighter(chart.colours[kind], chart.chunk(span.label))
         bars.setdefault(colour, []).append((start, length))
         text = names[kind](span.label)
         if text and _width(text) <= length * row.width * _POINTS:
@@ -188,23 +203,20 @@ def _draw_row(row: _TrackRow, axes: Axes, y: float) -> None:
         axes.broken_barh(xs, (y + 0.015, _ROW - 0.03), facecolor=colour, edgecolor="white", linewidth=0.4, zorder=2)
 
 
-def _width(text: str) -> float:
+def _width(text: str, size: float = _SIZE) -> float:
     """Width of a text and the margin beside it, points."""
-    return len(text) * _LETTER * _SIZE + 2
+    return len(text) * _LETTER * size + 2
 
 
 def _name_that_fits(chart: Chart, track: Track, kind: str, scale: float) -> Callable[[Hashable], str]:
     """The longest form of name that fits most tasks of a kind; all of them use the same form."""
-    spans = [s for row in track.timeline.spans for s in row if s.end > s.start and chart.kind(s.label) == kind]
-    for name in (chart.label, _microbatch):
+    each = (s for row in chart.rows for s in chart.spans(track, row))
+    spans = [s for s in each if s.end > s.start and chart.kind(s.label) == kind]
+    for name in (chart.label, chart.number):
         fitting = sum(_width(name(s.label)) <= (s.end - s.start) * scale for s in spans)
-        if fitting >= _MOST * len(spans) or kind in "LU-":
+        if fitting >= _MOST * len(spans) or not any(chart.number(s.label) for s in spans):
             return name
     return _nothing
-
-
-def _microbatch(label: Hashable) -> str:
-    return str(label.microbatch) if isinstance(label, Action) else ""
 
 
 def _nothing(label: Hashable) -> str:
@@ -215,11 +227,11 @@ def _nothing(label: Hashable) -> str:
 def _draw_channels(chart: Chart, channels: Sequence[int], axes: Axes) -> None:
     """Draw a row for each channel: its registers in use as steps, where the full height is all registers."""
     axes.set_ylim(len(channels), 0)
-    axes.set_yticks([i + 0.5 for i in range(len(channels))], [_channel_name(chart, c) for c in channels])
+    axes.set_yticks([i + 0.5 for i in range(len(channels))], [chart.channel_text(c) for c in channels])
     axes.tick_params(axis="y", labelsize=_SIZE, labelcolor=_INK)
     about = "registers in use" + (": planned filled, measured as a line" if len(chart.tracks) > 1 else ", as planned")
-    if len(channels) < len(repeated_channels(chart.network)):
-        about += f"; {len(repeated_channels(chart.network)) - len(channels)} more channels are not drawn"
+    if len(channels) < len(chart.channels):
+        about += f"; {len(chart.channels) - len(channels)} more channels are not drawn"
     axes.text(0, -0.35, about, size=_SIZE, color=_PALE)
     axes.text(1.005, -0.35, "peak", size=_SIZE, color=_PALE)
     for row, number in enumerate(channels):
@@ -244,10 +256,6 @@ def _steps(track: Track, channel: int, extent: float, end: float) -> tuple[list[
     xs = [0.0, *(t / extent for t, _ in occupancy), end / extent]
     ys = [0, *(n for _, n in occupancy)]
     return xs, [*ys, ys[-1]]
-
-
-def _channel_name(chart: Chart, number: int) -> str:
-    return channel_text(chart.network.channels[number].name)
 
 
 def _use_text(chart: Chart, number: int) -> str:
@@ -281,13 +289,6 @@ def _draw_scale(chart: Chart, axes: Sequence[Axes], plot: float) -> None:
             other.tick_params(length=2, labelsize=_SIZE, colors=_PALE, pad=1)
             other.spines["top"].set_visible(False)
             other.set_xlabel(label, size=_SIZE, color=_PALE, labelpad=2)
-
-
-def _order(chart: Chart, number: int) -> tuple[str, int, int]:
-    """A sort key of channels: kind, then sending stage."""
-    word, _, ends = chart.network.channels[number].name.rpartition(" ")
-    stage = ends.partition("->")[0]
-    return word, int(stage) if stage.isdigit() else 0, number
 
 
 def _lighter(colour: str, chunk: int) -> str:

@@ -1,18 +1,20 @@
 """A chart as a trace for https://ui.perfetto.dev and chrome://tracing.
 
-The format is Chrome's Trace Event Format (JSON object form): a process for each run, a thread for each rank, a slice
-for each task, an arrow for each message between ranks, a counter for each channel.
+The format is Chrome's Trace Event Format (JSON object form): a process for each run, a thread for each actor, a slice
+for each task, an arrow for each message between actors, a counter for each channel.
 """
 
 from __future__ import annotations
 
 import json
+from collections import defaultdict, deque
 from collections.abc import Iterator
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from shardc.pipeline.schedule.action import Action
-from shardc.report.chart import Chart, Track, repeated_channels
+from shardc.report.chart import Chart, Track
+from shardc.runtime.actor import Message, Span
 
 
 def write_trace(chart: Chart, path: str | Path) -> None:
@@ -31,9 +33,9 @@ def _track(chart: Chart, track: Track, pid: int) -> Iterator[dict[str, Any]]:
     name = f"{track.name} ({track.note})" if track.note else track.name
     yield _meta(pid, 0, "process_name", name=name)
     yield _meta(pid, 0, "process_sort_index", sort_index=pid)
-    for rank in range(len(chart.network.actors)):
-        yield _meta(pid, rank + 1, "thread_name", name=chart.rank_text(rank))
-        yield _meta(pid, rank + 1, "thread_sort_index", sort_index=rank)
+    for row in chart.rows:
+        yield _meta(pid, row + 1, "thread_name", name=chart.row_text(row))
+        yield _meta(pid, row + 1, "thread_sort_index", sort_index=row)
     yield from _slices(chart, track, pid)
     yield from _arrows(chart, track, pid)
     yield from _counters(chart, track, pid)
@@ -46,48 +48,47 @@ def _meta(pid: int, tid: int, what: str, **args: Any) -> dict[str, Any]:
 def _slices(chart: Chart, track: Track, pid: int) -> Iterator[dict[str, Any]]:
     us = _us(chart)
     planned = chart.tracks[0]
-    for rank, row in enumerate(track.timeline.spans):
-        for i, span in enumerate(row):
-            args: dict[str, Any] = {}
-            if isinstance(span.label, Action):
-                args = {"stage": span.label.stage, "microbatch": span.label.microbatch}
+    for row in chart.rows:
+        for i, span in enumerate(chart.spans(track, row)):
+            args = chart.about(span.label)
             if track is not planned:
-                plan = planned.timeline.spans[rank][i]
+                plan = planned.timeline.spans[row][i]
                 args |= {"planned start": plan.start * us, "planned duration": (plan.end - plan.start) * us}
             yield {
-                "ph": "X", "pid": pid, "tid": rank + 1, "name": chart.label(span.label), "cat": chart.kind(span.label),
+                "ph": "X", "pid": pid, "tid": row + 1, "name": chart.label(span.label), "cat": chart.kind(span.label),
                 "ts": span.start * us, "dur": (span.end - span.start) * us, "args": args,
             }  # fmt: skip
 
 
 def _arrows(chart: Chart, track: Track, pid: int) -> Iterator[dict[str, Any]]:
-    """Arrows from the end of each sending task to the start of the receiving one, if they are on different ranks."""
+    """Arrows from the end of each sending task to the start of the receiving one, if they are on different actors."""
     us = _us(chart)
     channels = chart.network.channels
-    given = {
-        message: (rank, span)
-        for rank, (steps, row) in enumerate(zip(chart.network.actors, track.timeline.spans, strict=True))
-        for step, span in zip(steps, row, strict=True)
-        for message in step.gives
-    }
+    given: dict[Message, deque[tuple[int, Span | None]]] = defaultdict(deque)
+    for message in chart.network.first_messages():
+        given[message].append((-1, None))
+    for row, steps in enumerate(chart.network.actors):
+        for step, span in zip(cycle(steps), track.timeline.spans[row], strict=False):
+            for message in step.gives:
+                given[message].append((row, span))
     number = pid << 32
-    for rank, (steps, row) in enumerate(zip(chart.network.actors, track.timeline.spans, strict=True)):
-        for step, taker in zip(steps, row, strict=True):
+    for row, steps in enumerate(chart.network.actors):
+        for step, taker in zip(cycle(steps), track.timeline.spans[row], strict=False):
             for message in step.takes:
-                source, giver = given[message]
-                if source == rank or taker.start == taker.end or giver.start == giver.end:
+                source, giver = given[message].popleft()
+                if giver is None or source == row or taker.start == taker.end or giver.start == giver.end:
                     continue
                 number += 1
                 common = {"pid": pid, "name": channels[message[0]].name, "cat": "message", "id": number}
                 inside = (giver.end - giver.start) / 1000  # an arrow belongs to the slice that it begins in
                 yield {"ph": "s", "tid": source + 1, "ts": (giver.end - inside) * us, **common}
                 inside = (taker.end - taker.start) / 1000
-                yield {"ph": "f", "bp": "e", "tid": rank + 1, "ts": (taker.start + inside) * us, **common}
+                yield {"ph": "f", "bp": "e", "tid": row + 1, "ts": (taker.start + inside) * us, **common}
 
 
 def _counters(chart: Chart, track: Track, pid: int) -> Iterator[dict[str, Any]]:
     us = _us(chart)
-    for channel in repeated_channels(chart.network):
+    for channel in chart.channels:
         name = f"in use: {chart.network.channels[channel].name}"
         yield {"ph": "C", "pid": pid, "tid": 0, "name": name, "ts": 0.0, "args": {"registers": 0}}
         for time, used in track.timeline.occupancy[channel]:

@@ -132,16 +132,26 @@ class Network:
             for steps in self.actors
         )
 
-    def first_messages(self) -> list[Message]:
-        """The messages that are in delayed channels when a run begins, each channel's in the order of their rounds."""
+    def first_messages(self, rounds: int = 0) -> list[Message]:
+        """The messages that are in delayed channels when a run begins, or after so many rounds, each channel's in the
+        order of their rounds."""
         late = [late for found in self.late for late in found]
-        dated = [(k * self.period + x.round, i) for i, x in enumerate(late) for k in range(x.taken(x.delay))]
+        dated = [
+            (k * self.period + x.round, i)
+            for i, x in enumerate(late)
+            for k in range(x.taken(rounds), x.taken(rounds + x.delay))
+        ]
         return [late[i].message for _, i in sorted(dated)]
 
     @cached_property
     def first_counts(self) -> Counter[int]:
         """How many messages are in each channel when a run begins."""
         return Counter(c for c, _ in self.first_messages())
+
+    def ran(self, actor: int, count: int) -> list[tuple[int, Step]]:
+        """The first steps that an actor runs, period after period, each with its round."""
+        steps = self.actors[actor]
+        return [(i // len(steps) * self.period + (s := steps[i % len(steps)]).round, s) for i in range(count)]
 
     def with_registers(self, registers: Sequence[int | None]) -> Network:
         """This network with other numbers of registers, one for each channel."""

@@ -285,6 +285,10 @@ class Executor:
         """Whether the current run is being abandoned: for a task that waits for something else than messages."""
         return any(w.mailbox.why_stopped(self.runs) is not None for w in self._workers)
 
+    def known_rounds(self) -> int:
+        """The rounds of the current run, as far as they are known: fewer once a task has raised `RoundsEnded`."""
+        return min(w.known_rounds for w in self._workers)
+
     def busy(self) -> int:
         """How many threads run a step or may go on: those of the current run that do not wait for messages."""
         return sum(w.done < self.runs and not (w.idle and w.mailbox.empty) for w in self._workers)

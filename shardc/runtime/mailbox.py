@@ -117,12 +117,12 @@ class Mailbox:
             self._later.append(posted)
         elif number < run or content is None:
             return
+        elif not isinstance(content, int):
+            reader.deliver(content, value)
         elif content == _END:
             reader.end(value)
-        elif isinstance(content, int):
-            reader.credit(content, None)
         else:
-            reader.deliver(content, value)
+            reader.credit(content, None)
 
     def clear(self, run: int) -> None:
         """Drop the leftovers of a run and of those before it."""

@@ -224,6 +224,11 @@ class Worker:
         self.abandoned = False
         self._reports.put(None)
 
+    @property
+    def known_rounds(self) -> int:
+        """The rounds of the current run, as far as they are known."""
+        return min(state.actor.rounds for state in self._states)
+
     def end(self, rounds: int) -> None:
         """End the current run after fewer rounds."""
         self.ended = True

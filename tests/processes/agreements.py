@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 
 import jax
@@ -14,7 +15,7 @@ from shardc import S
 from shardc.execute.process_group import group_of_mesh
 from shardc.runtime import cluster
 from shardc.tuning.calibrate import calibrate
-from tests.runtime.peers import others
+from tests.runtime.peers import others, together
 
 ME, ALL = jax.process_index(), jax.process_count()
 MESH = shardc.make_mesh(data=ALL * jax.local_device_count())
@@ -208,6 +209,30 @@ def test_what_dies_in_a_collective_is_not_another_call(kind):
     ):
         f(x)
     assert len(launched) == 1
+
+
+def test_clients_of_a_gang_take_turns_in_one_order():
+    """Two on devices of all processes, whose threads come in another order in each, and one of this process alone."""
+    gang, wait = shardc.Gang(), random.Random(ME)
+    here = jax.sharding.Mesh(np.array(jax.local_devices()), ("data",))
+    back = jax.sharding.Mesh(MESH.devices[::-1], ("data",))
+    x, found = np.arange(64, dtype=np.float32), {}
+
+    def loop(name, mesh, weight):
+        step = shardc.function(lambda x: x / 2 + jnp.sum(x) / (2 * x.size), mesh=mesh, in_placements=({"data": S(0)},))
+        shared, y = gang.share(step, weight, name=name), x
+        for _ in range(100):
+            y = shared(y)
+            time.sleep(wait.random() * 1e-3)
+        found[name] = np.asarray(y.addressable_shards[0].data)
+
+    loops = [("one", MESH, 1), ("other", back, 3), ("here", here, 1)]
+    together(*(lambda each=each: loop(*each) for each in loops), seconds=120)
+    order = [name for name in gang.log if name != "here"]
+    assert len(order) == 200 and len(gang.log) == 300
+    group_of_mesh(MESH).agree("the gang", {"its log": " ".join(order)})
+    for y in found.values():
+        np.testing.assert_allclose(y, x.mean(), rtol=1e-5)
 
 
 def test_a_calibration_is_equal_everywhere():

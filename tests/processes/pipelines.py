@@ -21,12 +21,14 @@ from jax.sharding import Mesh
 import shardc
 from shardc import S
 from shardc.arrays.far import FarArray, is_far
+from shardc.execute.process_group import group_of_run
 from shardc.machine.devices import process_of
 from shardc.runtime.cluster import current
 
 jax.devices()  # starts the backend, before the tests' own module of settings asks for eight devices
 
 from tests.pipeline import test_parity as parity  # noqa: E402
+from tests.runtime.peers import together  # noqa: E402
 
 CASES = {}
 
@@ -94,6 +96,35 @@ def check_training(pipeline, mesh, stages, **options):
 def executable_of(step):
     (found,) = step._executables.values()
     return found
+
+
+@case()
+def two_pipelines_take_turns():
+    """Each from a thread of its own; their threads come in another order in each process."""
+    rng, gang, done = np.random.default_rng(0), shardc.Gang(), {}
+    mesh, batches = shardc.make_mesh(pipe=2, data=2), [batch_of(rng) for _ in range(10)]
+    params = weights(rng, (20, 20), (20, 20))
+
+    def sgd(params, batch):
+        loss, grads = shardc.accumulate(jax.value_and_grad(loss_of), microbatches=4)(params, batch)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
+
+    def score(params, batch):
+        return (shardc.accumulate(loss_of, microbatches=4)(params, batch),)
+
+    def loop(shared, state):
+        for batch in batches:
+            *state, loss = shared(*state, batch) if shared.client.name == "sgd" else shared(params, batch)
+            done.setdefault(shared.client.name, []).append(loss)
+
+    pipelines = [shardc.function(fn, mesh=mesh, pipeline=shardc.Pipeline()) for fn in (sgd, score)]
+    shared = [gang.share(fn) for fn in (pipelines if current().me else pipelines[::-1])]
+    together(*(partial(loop, each, (params,)) for each in shared), seconds=120)
+    assert sorted(gang.log) == ["score"] * 10 + ["sgd"] * 10
+    group_of_run().agree("the gang", {"its log": " ".join(gang.log)})
+    want = {"sgd": trained(jax.jit(sgd), (params,), batches)[0], "score": [score(params, b)[0] for b in batches]}
+    for name, losses in want.items():
+        np.testing.assert_allclose([float(x) for x in done[name]], losses, rtol=1e-5)
 
 
 @case()

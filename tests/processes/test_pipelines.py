@@ -59,6 +59,7 @@ IN_TWO = [
     "results_at_other_placements_than_they_were_given_at",
     "a_rank_cannot_move_to_where_all_others_are",
     "a_call_is_shown_with_the_times_of_all_processes",
+    "two_pipelines_take_turns",
     "other_data_in_one_process_is_an_error_in_both",
 ]
 

@@ -4,7 +4,6 @@ import json
 
 import pytest
 
-from shardc.report.chart import repeated_channels
 from shardc.report.trace_file import trace_events, write_trace
 from tests.report.charts import chart
 
@@ -78,7 +77,7 @@ def test_an_arrow_for_each_message_from_inside_its_slice_into_another(shown, eve
 
 def test_the_counters_are_the_registers_in_use(shown, events):
     for pid, track in enumerate(shown.tracks, 1):
-        for number in repeated_channels(shown.network):
+        for number in shown.channels:
             name = f"in use: {shown.network.channels[number].name}"
             found = [e for e in events if e["ph"] == "C" and (e["pid"], e["name"]) == (pid, name)]
             assert found[0]["args"] == {"registers": 0} and found[-1]["args"] == {"registers": 0}

@@ -103,6 +103,8 @@ def test_rates_of_two_and_three():
     late = build([[(f"t{r}", f"c.{r}", "", r) for r in range(3)], [(f"g{r}", "", f"c.{r}", r) for r in range(3)]],
                  {"c": (1, 0, 9, 0, 6)}, period=3)  # fmt: skip
     assert late.first_messages() == [(0, "0"), (0, "1"), (0, "2"), (0, "0"), (0, "1"), (0, "2")]
+    assert late.first_messages(5) == [(0, "2"), (0, "0"), (0, "1"), (0, "2"), (0, "0"), (0, "1")]
+    assert [net.first_messages(rounds) for rounds in (1, 4, 5, 6)] == [[], [], [(0, "0")], [(0, "0")]]
 
 
 def test_an_actor_runs_rounds():

@@ -103,7 +103,8 @@ def test_values_are_let_go():
         together(*(s.run for s in sides))
         gc.collect()
         assert [s.error for s in sides] == [None, None]
-        until(lambda: [r() for r in refs] == [None] * 8)
+        until(lambda: all(r() is None for r in refs))
+        assert len(refs) == 8
 
 
 # ---- actors of several processes

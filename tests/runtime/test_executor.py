@@ -788,6 +788,23 @@ def test_a_source_ends_the_run(threads):
         assert executor.left == {(1, "0"): [5], (2, "0"): [1100]}
 
 
+def test_a_source_ends_the_run_while_its_step_is_prepared():
+    net, asked = looped(1), []
+
+    def prepare(label):
+        asked.append(label)
+        if len(asked) == 7:
+            raise RoundsEnded(6)
+
+    def run(values):
+        return [values[0] + 1]
+
+    tasks = {"a": Task(run), "b": Task(run, prepare)}
+    with Executor(net, tasks) as executor:
+        within(5, lambda: executor.run(rounds=100, first={(0, "0"): [0]}))
+        assert executor.rounds == 6 and len(asked) == 7
+
+
 def test_what_an_actor_ahead_has_left():
     """The fast source is ahead by its registers when the slow one ends: it leaves what it had then, and no more."""
     net = build(

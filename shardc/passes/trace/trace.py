@@ -5,8 +5,8 @@ from __future__ import annotations
 import inspect
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final
@@ -254,6 +254,16 @@ def refuse_lost_writes(
 def settings() -> tuple[Any, ...]:
     """The JAX settings that a trace depends on."""
     return tuple(getattr(jax.config, name) for name in _SETTINGS)
+
+
+@contextmanager
+def under(known: tuple[Any, ...]) -> Generator[None]:
+    """A context with the settings that `settings()` gave in another thread: JAX keeps them per thread."""
+    with ExitStack() as stack:
+        for name, value, now in zip(_SETTINGS, known, settings(), strict=True):
+            if value != now:
+                stack.enter_context(getattr(jax, name.removeprefix("jax_"))(value))
+        yield
 
 
 _SETTINGS: Final = (

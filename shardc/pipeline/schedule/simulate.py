@@ -69,10 +69,7 @@ class Timeline:
 
     def _steps(self, actor: int) -> list[tuple[int, Step]]:
         """The steps that an actor ran, with their rounds."""
-        steps, period = self.network.actors[actor], self.network.period
-        return [
-            (i // len(steps) * period + (s := steps[i % len(steps)]).round, s) for i in range(len(self.ends[actor]))
-        ]
+        return self.network.ran(actor, len(self.ends[actor]))
 
     def order(self) -> tuple[tuple[Hashable, ...], ...]:
         """The labels of each actor's steps, in the order in which they ran."""

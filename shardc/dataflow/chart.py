@@ -1,0 +1,178 @@
+"""The charts of a flow: rounds as planned, and as they were measured."""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Final
+
+from shardc.dataflow.network import Call, Edge
+from shardc.dataflow.plan import PlannedFlow
+from shardc.pipeline.schedule.recorded import recorded
+from shardc.report.chart import Chart, Track
+from shardc.report.tables import number_text
+from shardc.runtime.actor import Span
+
+PALETTE: Final = (
+    "#3b76af", "#e08a3c", "#5a9e6f", "#8a6fb0", "#e6b34e", "#b5482a", "#4aa3a2", "#c77ba0", "#7d8590", "#a58a5f",
+)  # fmt: skip
+"""Colours of nodes, in the order in which a round calls them."""
+
+
+@dataclass(frozen=True)
+class FlowChart(Chart):
+    """Runs of a flow, drawn side by side: a row for each actor, a colour and a letter for each function.
+
+    Attributes:
+      plan: the flow's.
+      rounds: those that are drawn.
+    """
+
+    plan: PlannedFlow | None = None
+    rounds: int = 1
+
+    number_is = "the number is the round"
+
+    @property
+    def _flow(self) -> PlannedFlow:
+        assert self.plan is not None
+        return self.plan
+
+    @property
+    def rows(self) -> Sequence[int]:
+        return [a for a, nodes in enumerate(self._flow.built.rows) if nodes[0].number or self._flow.has_inputs]
+
+    def row_text(self, row: int) -> str:
+        return self._flow.network.names[row]
+
+    def spans(self, track: Track, row: int) -> Sequence[Span]:
+        """The calls of an actor in one run; the label of each has its round of the run."""
+        return [_dated(s) for s in track.timeline.spans[row]]
+
+    def label(self, label: Hashable) -> str:
+        return f"{self.kind(label)}{self.number(label)}"
+
+    def number(self, label: Hashable) -> str:
+        assert isinstance(label, Call)
+        return str(label.round)
+
+    def kind(self, label: Hashable) -> str:
+        assert isinstance(label, Call)
+        return self._letters[base_name(label.name)]
+
+    def chunk(self, label: Hashable) -> int:
+        del label
+        return 0
+
+    @property
+    def has_chunks(self) -> bool:
+        return False
+
+    def about(self, label: Hashable) -> dict[str, Any]:
+        assert isinstance(label, Call)
+        return {"node": label.name, "round": label.round}
+
+    @cached_property
+    def _letters(self) -> dict[str, str]:
+        """A letter for each function: of its name, if no other one has it."""
+        found: dict[str, str] = {}
+        for name in dict.fromkeys(base_name(n.name) for n in self._flow.nodes if n.number or self._flow.has_inputs):
+            own = [c for c in name if c in string.ascii_letters]
+            wanted = [*own[:1], *(c.upper() for c in own[:1]), *own, *string.ascii_letters]
+            found[name] = next((c for c in wanted if c not in found.values()), "*")
+        return found
+
+    @property
+    def kinds(self) -> Mapping[str, str]:
+        return {letter: name for name, letter in self._letters.items()}
+
+    @property
+    def colours(self) -> Mapping[str, str]:
+        return {letter: PALETTE[i % len(PALETTE)] for i, letter in enumerate(self.kinds)}
+
+    @cached_property
+    def _alike(self) -> dict[tuple[str, str, int], list[int]]:
+        """The channels that carry something from one actor to another, those between calls of the same two functions
+        together."""
+        found: dict[tuple[str, str, int], list[int]] = {}
+        actor = self._flow.built.actor
+        for i, e in enumerate(self._flow.edges):
+            if e.moves and actor[e.giver] != actor[e.taker]:
+                found.setdefault((base_name(e.giver.name), base_name(e.taker.name), e.delay), []).append(i)
+        return found
+
+    @cached_property
+    def channels(self) -> Sequence[int]:
+        """One channel of each kind."""
+        return [numbers[0] for numbers in self._alike.values()]
+
+    def channel_text(self, channel: int) -> str:
+        edge: Edge = self._flow.edges[channel]
+        key = base_name(edge.giver.name), base_name(edge.taker.name), edge.delay
+        late = f", {edge.delay} late" if edge.delay else ""
+        count = len(self._alike[key])
+        return f"{key[0]}\N{RIGHTWARDS ARROW}{key[1]}{late}" + (f", 1 of {count}" if count > 1 else "")
+
+    def headline(self, track: Track) -> str:
+        """`planned: 80.1 ms, 10.0 ms a round; learn is busiest, 98% of it`."""
+        timeline = track.timeline
+        note = f" ({track.note})" if track.note else ""
+        whole = timeline.makespan
+        if not whole:
+            return f"{track.name}{note}: {self.time_text(0)}"
+        busy, row = max((b, -row) for row, b in enumerate(timeline.busy))
+        return (
+            f"{track.name}{note}: {self.time_text(whole)}, {self.time_text(whole / self.rounds)} a round; "
+            f"{self.row_text(-row)} is busiest, {100 * busy / whole:.0f}% of it"
+        )
+
+
+def base_name(name: str) -> str:
+    """`grad[1]` --> `grad`."""
+    return name.partition("[")[0]
+
+
+def _dated(span: Span) -> Span:
+    assert isinstance(span.label, Call)
+    return span._replace(label=span.label._replace(round=span.round))
+
+
+def flow_chart(plan: PlannedFlow, rounds: int, seconds: Mapping[str, Any] | None = None, note: str = "") -> FlowChart:
+    """The chart of some simulated rounds.
+
+    Args:
+      plan: the flow's.
+      rounds, seconds: as in `PlannedFlow.simulate`.
+      note: how their times were taken.
+    """
+    track = Track("planned", plan.simulate(rounds, seconds=seconds), note)
+    title = f"{plan.round.where}: {number_text(rounds, 'round')}"
+    return FlowChart(title, (track,), (), plan=plan, rounds=rounds)
+
+
+def measured_flow_chart(plan: PlannedFlow, spans: Sequence[Span], rounds: int) -> FlowChart:
+    """The chart of a recorded run below the planned one.
+
+    Host functions whose seconds nobody planned take in each planned round what they took in the measured one.
+
+    Args:
+      plan: the flow's.
+      spans: of the run.
+      rounds: those that it completed.
+    """
+    unknown = {n.name for n in plan.nodes if n.work.seconds is None}
+    seconds = {name: iter(times).__next__ for name, times in seconds_by_node(spans).items() if name in unknown}
+    planned = flow_chart(plan, rounds, seconds, "host functions as measured" if seconds else "")
+    zero = min((s.start for s in spans), default=0.0)
+    measured = Track("measured", recorded(plan.network, spans, zero, rounds), "every node waited for")
+    return FlowChart(planned.title, (*planned.tracks, measured), (), plan=plan, rounds=rounds)
+
+
+def seconds_by_node(spans: Sequence[Span]) -> dict[str, list[float]]:
+    """The seconds that each node took, run by run."""
+    each: dict[str, list[float]] = {}
+    for span in spans:
+        each.setdefault(str(span.label), []).append(span.end - span.start)
+    return each

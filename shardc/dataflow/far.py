@@ -1,0 +1,221 @@
+"""A flow in several processes: which process runs which actor, messages as bytes, and what all processes get to know.
+
+Every process runs the same script and traces the same round. An actor runs where the devices of its mesh are; Python on
+the host runs beside what reads its results, or where `process=` says. The inputs are read by process 0.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from shardc import compat
+from shardc.arrays.pieces import pack_array, unpack_array, words
+from shardc.dataflow.moves import LeafMove, to_place
+from shardc.dataflow.network import Edge, FlowNetwork
+from shardc.dataflow.plan import PlannedFlow
+from shardc.errors import ClusterError, FlowError, all_offenders
+from shardc.execute.process_group import group_of_run
+from shardc.machine.devices import processes_of
+from shardc.runtime.cluster import Cluster, current
+from shardc.runtime.distributed_network import DistributedNetwork
+from shardc.runtime.executor import Executor, ProcessShare
+from shardc.runtime.link import Packed
+from shardc.sbp.signature import is_extended
+
+
+def process_of_rows(built: FlowNetwork) -> list[int]:
+    """The process of each actor.
+
+    Raises:
+      FlowError: the meshes of an actor lie in several processes.
+    """
+    found: dict[int, int] = {}
+    wrong: list[str] = []
+    for a, row in enumerate(built.rows):
+        devices = [d for n in row for m in n.work.meshes if isinstance(m, Mesh) for d in m.devices.flat]
+        processes = processes_of(devices)
+        if len(processes) > 1:
+            names = ", ".join(n.name for n in row)
+            wrong.append(f"{names}: its devices are in processes {', '.join(map(str, processes))}.")
+        if processes:
+            found[a] = processes[0]
+    if wrong:
+        raise FlowError(all_offenders(f"{built.round.where}: each mesh of a flow lies in one process:", wrong))
+    for a, row in enumerate(built.rows):
+        said = next((p for n in row if (p := n.work.process) is not None), None)
+        if said is not None:
+            found[a] = said
+    found.setdefault(built.actor[built.round.nodes[0]], 0)
+    for node in reversed(built.round.nodes):  # its readers stand behind it
+        a = built.actor[node]
+        if a not in found:
+            near = [e.taker for e in built.edges if e.giver is node] + [e.giver for e in built.edges if e.taker is node]
+            found[a] = next((found[built.actor[n]] for n in near if built.actor[n] in found), 0)
+    return [found[a] for a in range(len(built.rows))]
+
+
+class FarFlow:
+    """The other processes of a flow.
+
+    Args:
+      plan: the plan, equal in all processes.
+      processes: of each actor.
+      wide: whether numbers of 64 bits are on.
+    """
+
+    def __init__(self, plan: PlannedFlow, processes: Sequence[int], wide: bool) -> None:
+        cluster, group = current(), group_of_run()
+        if cluster is None or group is None:
+            raise ClusterError(
+                f"{plan.round.where}: its nodes are in processes {', '.join(map(str, sorted(set(processes))))}, which "
+                "know nothing of each other; start them with python -m shardc run --processes n --islands n script.py."
+            )
+        self.cluster: Cluster = cluster
+        self.epoch = cluster.epoch
+        self._built, self._processes, self._where = plan.built, list(processes), plan.round.where
+        digest = hashlib.sha256(_text_of(plan).encode()).hexdigest()
+        group.agree(f"the flow {plan.name}", {"its plan": digest[:12]})
+        links = {p: cluster.link(p) for p in range(cluster.processes) if p != cluster.me}
+        number = int.from_bytes(hashlib.sha256(f"{digest} {cluster.count(digest)}".encode()).digest()[:8])
+        codec = _Codec(plan.built.edges, wide)
+        self.network = DistributedNetwork(plan.network, number, [(p,) for p in processes], links, codec)
+        self._finalizer = weakref.finalize(self, self.network.close)
+
+    @property
+    def share(self) -> ProcessShare:
+        """The actors of this process, for the executor."""
+        return ProcessShare(self.network.mine, self.network.ports, self.cluster.config.deadline, _look)
+
+    def open(self, executor: Executor) -> None:
+        self.network.open(executor.mailboxes, self.cluster.config.deadline)
+
+    def close(self) -> None:
+        self._finalizer()
+
+    def outcome(self, rounds: int, failed: tuple[str, int, str] | None) -> int | tuple[str, int, str]:
+        """The rounds that all processes have run; or the failure of a run in any of them, as node, round and text. All
+        call it together."""
+        group = group_of_run()
+        assert group is not None
+        said = group.gather(
+            "the end of a flow's run", {"failed": "" if failed is None else json.dumps(failed), "rounds": str(rounds)}
+        )
+        known = [(p, *json.loads(facts["failed"])) for p, facts in enumerate(said) if facts["failed"]]
+        if not known:
+            return min(int(facts["rounds"]) for facts in said)
+        process, node, round, text = min(known, key=lambda k: not k[1])  # who was only stopped knows less
+        return node, round, f"process {process}: {text}"
+
+    def exchange(
+        self, mine: Mapping[tuple[int, int], Sequence[Any]], of: Mapping[tuple[int, int], Any]
+    ) -> dict[Any, Any]:
+        """The results of all nodes in all processes, which call this together.
+
+        Args:
+          mine: what nodes of this process gave, by node and result leaf.
+          of: the type of each result, by node and leaf, of all processes.
+        """
+        cluster, tag = self.cluster, f"flow {self.network.number} {self.cluster.count('flow results')}"
+        found: dict[Any, Any] = dict(mine)
+        for key in sorted(of):
+            if self._processes[self._built.actor[self._built.round.nodes[key[0]]]] == cluster.me:
+                whole = np.stack([np.asarray(words(x)) for x in mine[key]]) if mine[key] else None
+                for p in range(cluster.processes):
+                    if p != cluster.me:
+                        cluster.link(p).send_tagged(tag, (b"", ()) if whole is None else pack_array(whole))
+        for key in sorted(of):
+            home = self._processes[self._built.actor[self._built.round.nodes[key[0]]]]
+            if home != cluster.me:
+                packed = cluster.link(home).receive_tagged(tag, cluster.config.deadline)
+                found[key] = [_typed(x, of[key]) for x in unpack_array(packed)] if packed[0] else []
+        return found
+
+
+def _look() -> None:
+    group = group_of_run()
+    if group is not None:
+        group.look()
+
+
+def _text_of(plan: PlannedFlow) -> str:
+    """A text that is equal where the same flow is planned alike."""
+    parts = [f"{n.name} every {n.every} {getattr(getattr(n.work, 'plan', None), 'digest', '')}" for n in plan.nodes]
+    parts += [
+        f"{e.giver}>{e.taker}>{e.delay}>{e.registers}>{[(m.output, m.argument) for m in e.moves]}" for e in plan.edges
+    ]
+    return "\n".join(parts)
+
+
+def sender(keep: Sequence[bool]) -> LeafMove:
+    """The function that readies a message for a link. `keep`: the values that may be overwritten before they are sent;
+    these are copied."""
+
+    def ready(values: tuple[Any, ...]) -> tuple[Any, ...]:
+        made = tuple(x.copy() if c and isinstance(x, jax.Array) else x for x, c in zip(values, keep, strict=True))
+        for x in made:
+            if isinstance(x, jax.Array):
+                words(x).copy_to_host_async()
+        return made
+
+    return ready
+
+
+class _Codec:
+    """The messages of a flow's channels as bytes (`shardc.runtime.distributed_network.Codec`): logical values."""
+
+    def __init__(self, edges: Sequence[Edge], wide: bool) -> None:
+        self._edges, self._wide = edges, wide
+        self._entries: dict[int, list[tuple[Any, LeafMove]]] = {}
+
+    def is_ready(self, value: Any) -> bool:
+        arrays: list[Any] = [words(x) for x in value if isinstance(x, jax.Array)]
+        return all(x.is_ready() for x in arrays)
+
+    def pack(self, channel: int, peer: int, value: Any) -> Packed:
+        del channel, peer
+        heads: list[tuple[str, int]] = []
+        buffers: list[memoryview] = []
+        for x in value:
+            about, parts = pack_array(np.asarray(words(x)) if isinstance(x, jax.Array) else np.asarray(x))
+            heads.append((bytes(about).decode(), len(parts)))
+            buffers += parts
+        return json.dumps(heads).encode(), buffers
+
+    def unpack(self, channel: int, parts: Mapping[int, Packed]) -> Any:
+        ((about, buffers),) = parts.values()
+        rest = iter(buffers)
+        with jax.enable_x64(self._wide):
+            return tuple(
+                enter(_typed(unpack_array((head.encode(), [next(rest) for _ in range(count)])), aval))
+                for (head, count), (aval, enter) in zip(json.loads(about), self._ends(channel), strict=True)
+            )
+
+    def _ends(self, channel: int) -> list[tuple[Any, LeafMove]]:
+        if channel not in self._entries:
+            edge = self._edges[channel]
+            self._entries[channel] = [
+                (
+                    edge.giver.results[m.output],
+                    _stay if (place := edge.places(m)[1]).mesh is None or place.placement is None
+                    else to_place(place, edge.giver.results[m.output]),
+                )
+                for m in edge.moves
+            ]  # fmt: skip
+        return self._entries[channel]
+
+
+def _stay(x: Any) -> Any:
+    return x
+
+
+def _typed(x: Any, aval: Any) -> Any:
+    """A received array as its type says: random keys come as their words."""
+    return compat.keys_of_words(jax.numpy.asarray(x), aval.dtype) if is_extended(aval.dtype) else x

@@ -1,0 +1,120 @@
+"""`shardc.Gang`: several functions, pipelines and callables take turns on the same devices."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from jax.sharding import Mesh
+
+from shardc import compat
+from shardc.errors import ArgumentError
+from shardc.execute.in_turn import wait_for
+from shardc.report.tables import Section, number_text, percent_text, report_text, seconds_text
+from shardc.runtime.gang import Client, Scheduler
+
+
+class SharedCallable:
+    """A callable whose programs take turns. Made by `Gang.share`, and called like the callable.
+
+    Attributes:
+      client: its name, weight, and what it had so far: `programs`, `seconds`.
+    """
+
+    def __init__(self, fn: Callable[..., Any], client: Client) -> None:
+        functools.update_wrapper(self, fn, updated=())
+        self._fn: Any = fn
+        self.client = client
+
+    @compat.face
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if hasattr(self._fn, "plan"):  # each of its programs takes a turn as it is launched, once it is compiled
+            with self.client.calling():
+                return self._fn(*args, **kwargs)
+        with self.client.gang.turn(self.client) as turn:
+            out = self._fn(*args, **kwargs)
+            turn.launched(functools.partial(wait_for, out))
+        return out
+
+    @property
+    def plan(self) -> Any:
+        """The callable's own `plan`: of a function, the method that plans a call."""
+        return self._fn.plan
+
+    def __repr__(self) -> str:
+        return f"SharedCallable({self.client.name}, weight={self.client.weight:g})"
+
+
+class Gang(Scheduler):
+    """Clients whose programs begin in one order on all devices, and which share the time of the devices by weight.
+
+    Args:
+      in_flight: the most programs that are launched and not finished, on all meshes together. 1: a program begins when
+        the one before it has finished. 2: the devices find the next one in their queue.
+
+    Attributes:
+      clients: by name.
+      log: the names of the clients whose programs began, in order; the last 10,000.
+
+    Raises:
+      ArgumentError: `in_flight` is no positive integer.
+
+    Example:
+      >>> from shardc.api import function
+      >>> from shardc.machine.mesh import make_mesh
+      >>> gang = Gang(in_flight=2)
+      >>> train = gang.share(function(lambda x: x + 1, mesh=make_mesh(data=1)), weight=3, name="train")
+      >>> float(train(1.0)), list(gang.log)
+      (2.0, ['train'])
+    """
+
+    @compat.face
+    def share(
+        self, fn: Callable[..., Any], weight: float = 1, *, name: str | None = None, seconds: float | None = None
+    ) -> SharedCallable:
+        """Make a callable a client of the gang.
+
+        Each client is called from a thread of its own. A call returns as soon as its program is launched. A client gets
+        its share if its next call waits before its last program has finished; so read results one call later.
+
+        Args:
+          fn: a `shardc.function`, a pipeline, what `compile` gives, or a callable without a plan, as of `jax.jit`: a
+            call of it is one program.
+          weight: its part of the devices' time, relative to the weights of the others.
+          name: its name in the log and in errors; by default that of `fn`.
+          seconds: the price of one of its programs. By default the seconds of the plan that the call uses; without a
+            plan, the seconds that the program is measured to take, compilation included.
+
+        Raises:
+          ArgumentError: `fn` cannot be called; `weight` or `seconds` is not positive; the name is taken.
+        """
+        if not callable(fn) or isinstance(fn, Mesh):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ArgumentError(f"Gang.share wants a callable, as a shardc.function; got {fn!r}.")
+        if isinstance(fn, SharedCallable) and fn.client.gang is self:
+            raise ArgumentError(f"Gang.share: {fn.client.name} is a client of this gang already.")
+        return SharedCallable(fn, self.client(_name_of(fn) if name is None else name, weight, seconds))
+
+    def explain(self) -> str:
+        """A table of the clients: weight, programs that began, their seconds by price and as measured, and the shares
+        of the priced seconds that they wanted and had."""
+        clients = list(self.clients.values())
+        weights, total = sum(c.weight for c in clients), sum(c.seconds for c in clients)
+        rows = [
+            (
+                c.name, f"{c.weight:g}", str(c.programs), seconds_text(c.seconds), seconds_text(c.ran),
+                percent_text(c.weight / weights), percent_text(c.seconds / total) if total else "-",
+            )
+            for c in clients
+        ]  # fmt: skip
+        title = (
+            f"Gang: {number_text(len(clients), 'client')}, at most {number_text(self.in_flight, 'program')} in flight"
+        )
+        columns = ("client", ">weight", ">programs", ">priced", ">measured", ">share wanted", ">had")
+        return report_text([Section(title, columns, rows)])
+
+
+def _name_of(fn: Callable[..., Any]) -> str:
+    """The name of a function, of a method, or of the program that was compiled."""
+    program = getattr(getattr(fn, "plan", None), "program", None)
+    return str(getattr(getattr(fn, "__func__", fn), "__name__", "") or getattr(program, "name", type(fn).__name__))

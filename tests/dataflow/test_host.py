@@ -1,0 +1,262 @@
+"""Host functions: in threads and processes of their own, late, dead, and at their end."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import shardc
+from shardc import RoundFailedError
+from tests.runtime.watchdog import within
+
+SHAPE = jax.ShapeDtypeStruct((4,), jnp.float32)
+X = np.ones(4, np.float32)
+
+
+@pytest.fixture(scope="module")
+def add():
+    return shardc.function(lambda w, x: w + x, mesh=shardc.make_mesh(data=2))
+
+
+def flow_of(add, fn, **options):
+    host = shardc.host(fn, gives=SHAPE, **options)
+
+    @shardc.flow
+    def train(w, x):
+        seen = host(x)
+        return add(w, seen), seen
+
+    return train
+
+
+def failed(flow, items=(X, X, X)):
+    with pytest.raises(RoundFailedError) as caught:
+        within(60, flow.run, X, items)
+    flow.close()
+    error = caught.value
+    np.testing.assert_array_equal(error.state, X + sum(error.given, np.zeros(4)))  # what came before is not lost
+    assert len(error.given) == error.rounds <= error.round
+    return error
+
+
+def text_of(flow, error, cause):
+    """The text of an error of the host function's call, which stands behind its making."""
+    line = flow.__wrapped__.__code__.co_firstlineno + 2
+    return (
+        f"{flow.where}: {error.node} failed in round {error.round}, called in test_host.py:{line}: {cause}\n"
+        f"All actors have stopped; the state after {error.rounds} rounds is kept in `error.state`."
+    )
+
+
+def chain_of(error):
+    """What people read: the error, its notes and its causes."""
+    texts = []
+    while error is not None:
+        texts += [type(error).__name__, str(error), *getattr(error, "__notes__", [])]
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return "\n".join(texts)
+
+
+def divide(x):
+    return x if x[0] < 5 else 1 // 0
+
+
+def test_a_host_function_that_raises(add):
+    flow = flow_of(add, divide)
+    error = failed(flow, [X, X, 9 * X])
+    assert str(error) == text_of(flow, error, "ZeroDivisionError: integer division or modulo by zero")
+    assert isinstance(error.__cause__, ZeroDivisionError)
+    assert error.round == 2
+    assert "ipeline" not in chain_of(error)
+
+
+@pytest.mark.parametrize("where", ["thread", "process"])
+def test_a_host_function_that_hangs(add, where):
+    flow = flow_of(add, sleep, where=where, deadline=0.5)
+    error = failed(flow, [X, X, 99 * X])
+    assert error.round == 2
+    assert str(error) == text_of(
+        flow, error, "FlowError: sleep has not returned within its deadline of 0.5 s, in round 2."
+    )
+
+
+def sleep(x):
+    if x[0] > 9:
+        time.sleep(20)
+    return x
+
+
+def test_a_result_unlike_gives(add):
+    flow = flow_of(add, cut)
+    error = failed(flow)
+    assert str(error) == text_of(
+        flow, error, "FlowError: cut did not return what gives= says, in round 0:\n"
+        "  the result: float32[4] is declared, float32[2] came.",
+    )  # fmt: skip
+
+
+def cut(x):
+    return x[:2]
+
+
+def test_a_function_that_no_process_can_get(add):
+    flow = flow_of(add, lambda x: x, where="process")
+    error = failed(flow)
+    assert "<lambda> cannot be sent to a process of its own: " in str(error)
+    assert 'Let it be a function of a module, or write where="thread".' in str(error)
+
+
+def die_once(x):
+    """Kills its process at the third item, once."""
+    file = os.environ["SHARDC_TEST_DIED"]
+    if x[0] == 3 and not os.path.exists(file):
+        with open(file, "w"):
+            os._exit(7)
+    return 2 * x
+
+
+def die(x):
+    os._exit(7)
+
+
+def test_a_process_that_dies_is_started_again(add, tmp_path, monkeypatch):
+    monkeypatch.setenv("SHARDC_TEST_DIED", str(tmp_path / "died"))
+    flow = flow_of(add, die_once, where="process")
+    state, given = within(60, flow.run, X, [i * X for i in range(6)])
+    flow.close()
+    assert (tmp_path / "died").exists()
+    np.testing.assert_array_equal(given, [2 * i * X for i in range(6)])
+    np.testing.assert_array_equal(state, 31 * X)
+
+
+def test_a_process_that_dies_again_and_again(add):
+    flow = flow_of(add, die, where="process")
+    error = failed(flow)
+    assert str(error) == text_of(flow, error, "FlowError: die: its process has died 3 times in round 0: exit status 7.")
+
+
+def test_an_error_in_a_process(add):
+    flow = flow_of(add, divide, where="process")
+    error = failed(flow, [9 * X])
+    assert isinstance(error.__cause__, ZeroDivisionError)
+
+
+def test_no_process_outlives_its_flow(add):
+    flow = flow_of(add, getpid, where="process")
+    _, given = within(60, flow.run, X, [X])
+    pid = int(given[0][0]) * 1000 + int(given[0][1])
+    os.kill(pid, 0)
+    flow.close()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+def getpid(x):
+    return np.array([os.getpid() // 1000, os.getpid() % 1000, 0, 0], np.float32)
+
+
+LEFT = [X, X, X]
+
+
+def few_batches():
+    if not LEFT:
+        raise StopIteration
+    return LEFT.pop()
+
+
+@pytest.mark.parametrize("where", ["thread", "process"])
+def test_a_loader_elsewhere_ends_the_run(add, where):
+    LEFT[:] = [X, X, X]
+    load = shardc.host(few_batches, gives=SHAPE, where=where, deadline=30)
+
+    @shardc.flow
+    def train(w):
+        return add(w, load()), None
+
+    state, given = within(60, train.run, X)
+    train.close()
+    assert len(given) == 3
+    np.testing.assert_array_equal(state, 4 * X)
+
+
+def test_a_function_that_ends_where_it_cannot_end_the_run(add):
+    left = [X, X]
+
+    def few(x):
+        if not left:
+            raise StopIteration
+        return left.pop()
+
+    log = shardc.host(few, gives=SHAPE)
+
+    @shardc.flow
+    def train(w, x):
+        w = add(w, x)
+        return w, log(w)
+
+    with pytest.raises(RoundFailedError) as caught:
+        within(30, train.run, X, [X] * 5)
+    assert "FlowError: few has no more in round 2, and it cannot end the run. The inputs can, and" in str(caught.value)
+
+
+@pytest.mark.parametrize("credits", [1, 4])
+def test_a_loader_is_ahead_by_its_credits(add, credits):
+    """A register is taken when the loader begins, and free when its reader has ended: so many calls are begun and not
+    used up."""
+    begun, most, used = [0], [0], [0]
+
+    def load():
+        begun[0] += 1
+        most[0] = max(most[0], begun[0] - used[0])
+        return X
+
+    def use(x):
+        time.sleep(0.002)
+        used[0] += 1
+        return x
+
+    loader = shardc.host(load, gives=SHAPE, credits=credits)
+    user = shardc.host(use, gives=SHAPE, credits=1)
+
+    @shardc.flow
+    def train(w):
+        return add(w, user(loader())), None
+
+    _, given = within(30, lambda: train.run(X, rounds=30, record=True))
+    assert most[0] <= credits + 1  # `used` is counted before the register is given back
+    assert most[0] >= credits
+    spans = {(str(s.label), s.round): s for s in given.spans}
+    for r in range(credits, 30):
+        assert spans["load", r].start >= spans["use", r - credits].start
+
+
+def test_functions_run_in_threads_of_their_own(add):
+    names = set()
+
+    def name(x):
+        names.add(threading.current_thread().name)
+        return x
+
+    flow = flow_of(add, name)
+    flow.run(X, [X])
+    assert all(n.startswith("train: actor") for n in names)
+
+
+def test_keywords_and_trees_reach_a_host_function(add):
+    def weigh(x, *, scale, more):
+        assert isinstance(x, np.ndarray)
+        return x * scale * more["a"][0]
+
+    host = shardc.host(weigh, gives=SHAPE)
+
+    @shardc.flow
+    def train(w, x):
+        return add(w, host(x, scale=2, more={"a": (w, "text")})), None
+
+    np.testing.assert_array_equal(train.run(X, [X])[0], 3 * X)
