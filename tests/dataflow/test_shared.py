@@ -227,12 +227,14 @@ def test_a_slow_device_delays_nobody():
     workers, server = meshes()
     held = shardc.shared(clocks(), on=server)
 
-    def work(n, i, size):
-        slow = jax.lax.fori_loop(0, 40, lambda _, x: jnp.tanh(x @ x), jnp.ones((size, size)))
-        return (jnp.arange(N) == i) * 1.0 + 0 * slow.sum() + 0 * n.sum()
+    def work(n, i):
+        return (jnp.arange(N) == i) * 1.0 + 0 * n.sum()
 
-    works = [shardc.function(lambda n, i, size=400 if not k else 4: work(n, i, size), mesh=m)
-             for k, m in enumerate(workers)]  # fmt: skip
+    def slow(n, i):
+        x = jax.lax.fori_loop(0, 60, lambda _, x: jnp.tanh(x @ x), jnp.ones((400, 400)))
+        return work(n, i) + 0 * x.sum()
+
+    works = [shardc.function(fn, mesh=m) for fn, m in zip((slow, work, work), workers, strict=True)]
 
     @shardc.flow
     def flow(seen, k):
@@ -241,9 +243,9 @@ def test_a_slow_device_delays_nobody():
         ], ()
 
     run(flow, [jnp.zeros(N, jnp.int32)] * N, range(2))
-    run(flow, [jnp.zeros(N, jnp.int32)] * N, range(20))
-    assert held.value["count"].tolist() == [22] * N
-    assert int(held.value["ahead"]) > 3
+    run(flow, [jnp.zeros(N, jnp.int32)] * N, range(12))
+    assert held.value["count"].tolist() == [14] * N
+    assert int(held.value["ahead"]) > 1
 
 
 def test_a_slow_worker_does_not_make_the_results_of_others_pile_up():
