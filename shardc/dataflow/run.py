@@ -216,8 +216,7 @@ class FlowRun:
         taken: list[Shared] = []
         try:
             for shared in self._shared:
-                if not shared.in_use.acquire(blocking=False):
-                    raise FlowError(f"{self.plan.round.where}: another flow that is running changes its shared state.")
+                shared.take(self.plan.round.where)
                 taken.append(shared)
             return self._run(state, items, rounds, pending, record)
         finally:

@@ -19,6 +19,7 @@ from typing import Any, Final, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from shardc import compat
 from shardc.arrays.placed import is_placed
@@ -51,8 +52,8 @@ class Shared:
         `changes`."""
         self.mesh, self._wrap, self._wrap_reader = mesh, partial(wrap, changes=True), partial(wrap, changes=False)
         leaves, self.tree = jax.tree.flatten(state)
-        self.avals = [aval_of(x) for x in leaves]
-        self.leaves = [copied(x) for x in leaves]  # changes may overwrite them
+        self.avals = [_canonical(aval_of(x)) for x in leaves]
+        self.leaves = [_own(x, a) for x, a in zip(leaves, self.avals, strict=True)]
         self.changes = 0
         self.places: Sequence[LeafPlace] | None = None
         """Where the last change left the leaves."""
@@ -60,6 +61,17 @@ class Shared:
         self.in_use = threading.Lock()
         self._wrapped: dict[Any, Callee] = {}
         self._traced: Round | None = None
+
+    def take(self, where: str) -> None:
+        """Keep other flows from changing it, until it is given back by `in_use.release()`.
+
+        Raises:
+          FlowError: another flow changes it now, or it is known by its shapes alone.
+        """
+        if any(isinstance(x, jax.ShapeDtypeStruct) for x in self.leaves):
+            raise FlowError(f"{where}: its shared state has shapes alone, which is enough for plans; give it arrays.")
+        if not self.in_use.acquire(blocking=False):
+            raise FlowError(f"{where}: another flow that is running changes its shared state.")
 
     @property
     def value(self) -> Any:
@@ -479,6 +491,18 @@ class _Pull(_Reader, _OnState):
 def _wait_for(given: Sequence[Any]) -> None:
     """Wait until arguments are there: a program that is launched earlier makes those of all others wait with it."""
     jax.block_until_ready(given)
+
+
+def _canonical(aval: Any) -> Any:
+    """As JAX has it: 64 bits are 32 without `jax_enable_x64`."""
+    return jax.ShapeDtypeStruct(aval.shape, jax.dtypes.canonicalize_dtype(aval.dtype))
+
+
+def _own(x: Any, aval: Any) -> Any:
+    """A copy of a leaf: changes may overwrite it."""
+    if isinstance(x, jax.Array | jax.ShapeDtypeStruct):
+        return copied(x)
+    return np.array(x, aval.dtype)
 
 
 def _bytes(shared: Shared, places: Sequence[LeafPlace]) -> int:

@@ -46,7 +46,7 @@ def clocks(workers=N):
     return {"count": jnp.zeros(workers, jnp.int32), "ahead": jnp.zeros((), jnp.int32), "w": jnp.zeros(8)}
 
 
-def tick(state, one):
+def tick(state, one, _=None):
     """Count a change; `ahead`: the rounds by which somebody who changes was ahead of the slowest."""
     n = state["count"]
     ahead = jnp.max(jnp.where(one > 0, n - n.min(), 0))
@@ -227,12 +227,14 @@ def test_a_slow_device_delays_nobody():
     workers, server = meshes()
     held = shardc.shared(clocks(), on=server)
 
-    def work(n, i, size):
-        slow = jax.lax.fori_loop(0, 40, lambda _, x: jnp.tanh(x @ x), jnp.ones((size, size)))
-        return (jnp.arange(N) == i) * 1.0 + 0 * slow.sum() + 0 * n.sum()
+    def work(n, i):
+        return (jnp.arange(N) == i) * 1.0 + 0 * n.sum()
 
-    works = [shardc.function(lambda n, i, size=400 if not k else 4: work(n, i, size), mesh=m)
-             for k, m in enumerate(workers)]  # fmt: skip
+    def slow(n, i):
+        x = jax.lax.fori_loop(0, 60, lambda _, x: jnp.tanh(x @ x), jnp.ones((400, 400)))
+        return work(n, i) + 0 * x.sum()
+
+    works = [shardc.function(fn, mesh=m) for fn, m in zip((slow, work, work), workers, strict=True)]
 
     @shardc.flow
     def flow(seen, k):
@@ -241,9 +243,9 @@ def test_a_slow_device_delays_nobody():
         ], ()
 
     run(flow, [jnp.zeros(N, jnp.int32)] * N, range(2))
-    run(flow, [jnp.zeros(N, jnp.int32)] * N, range(20))
-    assert held.value["count"].tolist() == [22] * N
-    assert int(held.value["ahead"]) > 3
+    run(flow, [jnp.zeros(N, jnp.int32)] * N, range(12))
+    assert held.value["count"].tolist() == [14] * N
+    assert int(held.value["ahead"]) > 1
 
 
 def test_a_slow_worker_does_not_make_the_results_of_others_pile_up():
@@ -573,6 +575,35 @@ def test_changes_wait_for_reads_of_the_round_before():
     assert {(name, "tick seen", 0) for name in names} | {("tick seen", name, 1) for name in names} <= waits
 
 
+@pytest.mark.parametrize("state", [{"n": 0, "x": 0.0}, {"n": np.int64(0), "x": np.zeros(())}])
+def test_states_of_numbers_and_numpy(state):
+    _, server = meshes()
+    held = shardc.shared(state, on=server)
+
+    @shardc.flow
+    def flow(now, k):
+        before = held.read()
+        held.change(lambda s, k: {"n": s["n"] + 1, "x": s["x"] + k}, k)
+        return now, before
+
+    _, given = run(flow, (), [1.0, 2.0])
+    assert {n: (float(x), x.dtype.name) for n, x in held.value.items()} == {"n": (2, "int32"), "x": (3, "float32")}
+    assert [(int(g["n"]), float(g["x"]), g["x"].dtype.name) for g in given] == [(0, 0, "float32"), (1, 1, "float32")]
+
+
+def test_a_state_of_shapes_is_for_plans():
+    _, server = meshes()
+    held = shardc.shared(jax.ShapeDtypeStruct((), jnp.float32), on=server)
+
+    @shardc.flow
+    def flow(now, k):
+        return now, held.change(lambda w, k: w + k, k)
+
+    flow.plan((), 1.0)
+    with pytest.raises(FlowError, match="has shapes alone, which is enough for plans"):
+        run(flow, (), [1.0])
+
+
 def test_bulk_synchronous_workers_share_one_read():
     _, flow, seen = ticking(uneven, stale=0)
     names = [n.name for n in flow.plan(seen, 0).nodes]
@@ -685,3 +716,22 @@ def test_a_worker_that_needs_the_others_of_its_round_before_it_changes_is_a_dead
 
     with pytest.raises(FlowError, match="wait"):
         flow.plan((), 1.0)
+
+
+@pytest.mark.parametrize("stale", [0, 2, None])
+def test_simulated_rounds_are_as_far_apart(stale):
+    workers, server = meshes()
+    held = shardc.shared(clocks(), on=server)
+    works = [shardc.function(lambda n: n * 1.0, mesh=m) for m in workers]
+    waits = [shardc.host(lambda k: k, gives=FLOAT, seconds=s) for s in (0.004, 0.04, 0.004)]
+
+    @shardc.flow
+    def flow(seen, k):
+        return [held.change(tick, work(n), wait(k), stale=stale)["count"] for work, n, wait in
+                zip(works, seen, waits, strict=True)], ()  # fmt: skip
+
+    plan = flow.plan([jnp.zeros(N, jnp.int32)] * N, 0)
+    done = [span for spans in plan.simulate(20).spans for span in spans]
+    gap = apart(done, "tick")
+    assert gap == stale if stale is not None else gap > 15
+    assert plan.seconds_of(20) == pytest.approx(0.8, rel=0.02)

@@ -3,9 +3,9 @@
 from examples import diloco
 
 
-def test_main(monkeypatch, capsys):
+def test_main(compiled_fast, monkeypatch, capsys):
     monkeypatch.setattr(diloco, "fake_cpu_devices", lambda _: None)
-    arguments = "--config test --rounds 10 --inner 5 --slow-learner 0.3 --grace 0.02 --compare"
+    arguments = "--config test --rounds 12 --inner 5 --slow-learner 0.2 --grace 0.02 --compare"
     assert diloco.main(arguments.split()) == 0
     out = capsys.readouterr().out
     outer = int(out.split(" outer steps")[0].split()[-1])

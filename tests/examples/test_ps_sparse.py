@@ -139,7 +139,7 @@ def test_bytes_are_in_proportion_to_the_ids():
     assert "pull" in text
 
 
-def test_main(monkeypatch, capsys):
+def test_main(compiled_fast, monkeypatch, capsys):
     monkeypatch.setattr(ps_sparse, "fake_cpu_devices", lambda _: None)
     arguments = "--config test --mode ssp --rounds 40 --batch 64 --capacity 150"
     assert ps_sparse.main(arguments.split()) == 0
