@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 
+from shardc.dataflow.host import StackWork
 from shardc.dataflow.network import Edge
 from shardc.dataflow.plan import PlannedFlow
 from shardc.dataflow.round import FlowNode
+from shardc.dataflow.work import LeafPlace
 from shardc.report.tables import (
     MOST,
     Section,
     bytes_text,
     mesh_text,
     number_text,
+    numbers_text,
+    placement_text,
     seconds_text,
+    times_text,
 )
 
 
@@ -31,21 +37,56 @@ def _head(plan: PlannedFlow) -> Section:
     built = plan.built
     unknown = [n.name for n in plan.nodes if n.work.seconds is None and n.number]
     lines = [
-        f"{number_text(len(plan.nodes) - (not plan.has_inputs), 'node')} in {number_text(len(built.rows), 'actor')}; "
+        f"{number_text(len(plan.nodes) - (not plan.has_inputs), 'node')} in {number_text(len(built.rows) - (not plan.has_inputs), 'actor')}; "
         f"{bytes_text(plan.bytes)} move in a round",
         f"A round takes {seconds_text(plan.seconds)} of many"
         + (f", without {_some(unknown)}, whose seconds nobody knows" if unknown else ""),
         "It cannot deadlock: shown by one run without time",
     ]
     if len(built.ends) > 1 or plan.has_inputs:
-        ends = [n.name for n in built.ends if n.number or plan.has_inputs]
-        lines.append(f"It ends early if {' or '.join(ends)} has no more")
+        ends = [n.name for n in built.ends if (n.number or plan.has_inputs) and not isinstance(n.work, StackWork)]
+        lines.append(f"It ends early if {' or '.join(_folded(ends))} has no more")
     return Section(f"Flow {plan.round.where}", lines=lines)
 
 
 def _some(names: Sequence[str]) -> str:
-    first = list(dict.fromkeys(n.partition("[")[0] for n in names))
+    first = list(dict.fromkeys(map(_base, names)))
     return ", ".join(first[:MOST]) + (", ..." if len(first) > MOST else "")
+
+
+def _base(name: str) -> str:
+    """`play` of `play[3]`."""
+    return name.partition("[")[0]
+
+
+def _folded(names: Sequence[str]) -> list[str]:
+    """Names; of several calls of one name the name, and how many they are: `play x16`."""
+    count = Counter(map(_base, names))
+    return [times_text(name, n) for name, n in count.items()]
+
+
+def _alike(rows: Iterable[tuple[str, ...]], names: Sequence[int], number: int | None = None) -> list[tuple[str, ...]]:
+    """Rows of which those that differ only in the numbers of calls are one, with how many they are.
+
+    Args:
+      rows: the rows.
+      names: the columns that name calls.
+      number: the column of an actor's number, which is a range then.
+    """
+    groups: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
+    for row in rows:
+        key = tuple(_base(x) if i in names else "" if i == number else x for i, x in enumerate(row))
+        groups.setdefault(key, []).append(row)
+    found: list[tuple[str, ...]] = []
+    for key, group in groups.items():
+        made = list(group[0] if len(group) == 1 else key)
+        if number is not None:
+            made[number] = numbers_text(int(row[number]) for row in group)
+        for i in names:
+            if len({row[i] for row in group}) > 1:
+                made[i] = times_text(made[i], len(group))
+        found.append(tuple(made))
+    return found
 
 
 def _nodes(plan: PlannedFlow) -> Section:
@@ -58,9 +99,8 @@ def _nodes(plan: PlannedFlow) -> Section:
         for n in plan.nodes
         if n.number or plan.has_inputs
     ]  # fmt: skip
-    return Section(
-        "Nodes, by actor", (">actor", "node", "where", "runs", ">time", "called in"), sorted(rows, key=_number)
-    )
+    rows = _alike(sorted(rows, key=_number), (1,), 0)
+    return Section("Nodes, by actor", (">actor", "node", "where", "runs", ">time", "called in"), rows)
 
 
 def _number(row: Sequence[str]) -> int:
@@ -68,7 +108,7 @@ def _number(row: Sequence[str]) -> int:
 
 
 def _edges(plan: PlannedFlow) -> Section | None:
-    rows = [_edge(e) for e in plan.edges if e.moves]
+    rows = _alike([_edge(e) for e in plan.edges if e.moves], (0, 1))
     if not rows:
         return None
     return Section(
@@ -90,11 +130,15 @@ def how_text(e: Edge) -> str:
     copied = ", copied" if any(m.copied for m in e.moves) else ""
     if not moved:
         return f"stays{copied}"
-    there = {str(e.places(m)[1]) for m in moved}
+    there = {_place_text(e.places(m)[1]) for m in moved}
     mesh = e.places(moved[0])[1].mesh
     if mesh is None:
         return f"to the host{copied}"
     return f"to {mesh_text(mesh)} at {there.pop() if len(there) == 1 else 'several placements'}{copied}"
+
+
+def _place_text(place: LeafPlace) -> str:
+    return str(place) if place.placement is None else placement_text(place.placement)
 
 
 def _memory(plan: PlannedFlow) -> Section:
@@ -103,4 +147,5 @@ def _memory(plan: PlannedFlow) -> Section:
         for name, need, most in plan.memory_by_row
         if need
     ]
+    rows = _alike(rows, (0,))
     return Section("Memory on each device, with all registers full", ("actor", ">at most", ">it has"), rows)

@@ -58,7 +58,7 @@ class Host:
             made += round.values_of(round.add(self.name, work, leaves, work.results, every, source))
         count = len(jax.tree.leaves(self.gives))
         one_by_one = jax.tree.structure((tuple(made), {}))
-        stack = HostWork(
+        stack = StackWork(
             partial(_stacked, count), one_by_one, len(made),
             tuple(jax.tree.leaves(stacked_gives(self.gives, self.copies))),
             f"{self.name} together", seconds=0.0,
@@ -77,6 +77,10 @@ class Host:
 def _stacked(count: int, *made: Any) -> Any:
     """Results of `count` leaves each, stacked leaf by leaf."""
     return tuple(np.stack(made[i::count]) for i in range(count)) if count else ()
+
+
+class StackWork(HostWork):
+    """The results of a fleet, put together."""
 
 
 class _ElsewhereWork(HostWork):

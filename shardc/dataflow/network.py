@@ -123,6 +123,8 @@ class FlowNetwork:
 
     def __init__(self, round: Round, credits: int) -> None:
         self.round, self.credits = round, credits
+        self.longest = 0
+        """The longest delay: who is so far ahead of others needs as many registers in the channels to them."""
         self.rows = _rows(round.nodes)
         self.actor = {n: a for a, row in enumerate(self.rows) for n in row}
         self.constants: dict[FlowNode, dict[int, int]] = {n: {} for n in round.nodes}
@@ -135,6 +137,7 @@ class FlowNetwork:
         self._gate()
         self.period = math.lcm(*(n.every for n in round.nodes))
         self._check_period()
+        self.longest = max((e.delay for e in self.edges), default=0)
         self.edges = [self._with_registers(self._safe(e)) for e in self.edges]
         self.network = self._network()
 
@@ -221,7 +224,8 @@ class FlowNetwork:
     def _with_registers(self, edge: Edge) -> Edge:
         late = -(-edge.delay // edge.taker.every)  # the most that it holds between two rounds
         same = self.actor[edge.giver] == self.actor[edge.taker]
-        credits = [n.work.credits or self.credits for n in (self.round.nodes if edge.is_gate else [edge.giver])]
+        apart = self.credits if edge.delay else max(self.credits, self.longest)
+        credits = [n.work.credits or apart for n in (self.round.nodes if edge.is_gate else [edge.giver])]
         edge.registers = late + (1 if same else sum(credits))
         if edge.giver.number == 0:  # all read the same inputs
             edge.registers = None if self.apart is None else edge.registers + self.apart
