@@ -32,7 +32,7 @@ def _known(round: Round, function: Callee, v: Value) -> Any:
     found = None
     if isinstance(v.origin, Made):
         found = _at(round.nodes[v.origin.node].work.gives[v.origin.index], function.mesh, v)
-    return found or jax.ShapeDtypeStruct(v.shape, v.dtype)
+    return jax.ShapeDtypeStruct(v.shape, v.dtype) if found is None else found
 
 
 def _at(place: Place, mesh: Any, v: Value) -> Any:
