@@ -17,7 +17,7 @@ import jax
 
 from shardc import api
 from shardc.dataflow.round import traced_round
-from shardc.dataflow.value import Value
+from shardc.dataflow.value import RoundValue
 from shardc.machine.mesh import AnyMesh
 from shardc.passes.trace.constants import key_of, key_of_static
 from shardc.passes.trace.trace import is_array, is_number
@@ -54,7 +54,7 @@ def _is_fixed(x: object) -> bool:
 
 def _is_traced(x: object) -> bool:
     """Whether a leaf is traced. As in `filter_jit`, arrays of JAX and NumPy are, Python's numbers are not."""
-    return isinstance(x, Value) or (is_array(x) and not is_number(x))
+    return isinstance(x, RoundValue) or (is_array(x) and not is_number(x))
 
 
 def _close(tree: Any) -> Any:

@@ -26,7 +26,7 @@ from shardc.machine.mesh import AnyMesh
 from shardc.passes.trace.constants import has_hash, snapshot_of
 from shardc.passes.trace.microbatches import OPENERS
 from shardc.passes.trace.pins import is_leaf_spec
-from shardc.passes.trace.trace import is_array, is_nnx, leaves_by_path, path_text
+from shardc.passes.trace.trace import is_array, is_nnx, leaves_by_path, path_text, where_of
 from shardc.pipeline.options import Pipeline
 from shardc.plan.saved_plan import SavedPlan
 from shardc.sbp.placement import AUTO, Auto, Placement
@@ -150,7 +150,7 @@ class FlaxFunction:
         bound.apply_defaults()
         values = {n: v for n, v in bound.arguments.items() if n in given or _has_nnx(v)}
         nodes = {n: v for n, v in values.items() if _has_nnx(v)}
-        _refuse_lost_modules(self.__name__, nodes)
+        _refuse_lost_modules(where_of(self._fn), nodes)
         with nnx.split_context(_TAG) as context:
             split, state = context.split(nodes)
         graph = _Graph(split)

@@ -18,10 +18,11 @@ from shardc.dataflow.chart import flow_chart
 from shardc.dataflow.explain import flow_sections
 from shardc.dataflow.host import Host, checked_host
 from shardc.dataflow.plan import PlannedFlow
+from shardc.dataflow.results import Rounds
 from shardc.dataflow.round import Round, aval_of, traced_round
-from shardc.dataflow.run import ENDLESS, FlowRun, Rounds
+from shardc.dataflow.run import ENDLESS, FlowRun
 from shardc.dataflow.shared import Shared
-from shardc.dataflow.value import Late, Value
+from shardc.dataflow.value import LateOrigin, RoundValue
 from shardc.dataflow.work import HOST, HostWork, is_like
 from shardc.errors import ArgumentError, FlowError, all_offenders
 from shardc.execute.call_cache import has_tracers
@@ -126,7 +127,7 @@ class Flow:
 
     def _check_arrays(self, what: str, tree: Any) -> None:
         pairs, _ = jax.tree_util.tree_flatten_with_path(tree)
-        if any(isinstance(x, Value) for _, x in pairs):
+        if any(isinstance(x, RoundValue) for _, x in pairs):
             raise ArgumentError(
                 f"{self.where} is run in a round, where arrays do not exist yet; call it, and its nodes become a part "
                 f"of that round: state, given = {self.name}(state{', item' if self._has_item else ''})."
@@ -410,7 +411,7 @@ def late(x: Any, rounds: int, *, first: Any = None) -> Any:
         raise ArgumentError(
             f"shardc.late: first= has the structure {jax.tree.structure(first)}, the values have {tree}."
         )
-    strange = [x for x in leaves if not isinstance(x, Value)]
+    strange = [x for x in leaves if not isinstance(x, RoundValue)]
     if strange:
         raise ArgumentError(f"shardc.late is for values of a flow's round; got {strange[0]!r}.")
     unlike = [
@@ -423,7 +424,7 @@ def late(x: Any, rounds: int, *, first: Any = None) -> Any:
     if not rounds:
         return x
     made = [
-        Value(v.aval, Late(v, rounds, f), v.round, f"late({v.name}, {rounds})")
+        RoundValue(v.aval, LateOrigin(v, rounds, f), v.round, f"late({v.name}, {rounds})")
         for v, f in zip(leaves, firsts, strict=True)
     ]
     return tree.unflatten(made)

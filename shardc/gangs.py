@@ -37,6 +37,11 @@ class SharedCallable:
             turn.launched(functools.partial(wait_for, out))
         return out
 
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a flow: each of its programs takes a turn. As the flow's own `run`."""
+        with self.client.calling():
+            return self._fn.run(*args, **kwargs)
+
     @property
     def plan(self) -> Any:
         """The callable's own `plan`: of a function, the method that plans a call."""
@@ -79,8 +84,8 @@ class Gang(Scheduler):
         its share if its next call waits before its last program has finished; so read results one call later.
 
         Args:
-          fn: a `shardc.function`, a pipeline, what `compile` gives, or a callable without a plan, as of `jax.jit`: a
-            call of it is one program.
+          fn: a `shardc.function`, a pipeline, a flow, what `compile` gives, or a callable without a plan, as of
+            `jax.jit`: a call of it is one program.
           weight: its part of the devices' time, relative to the weights of the others.
           name: its name in the log and in errors; by default that of `fn`.
           seconds: the price of one of its programs. By default the seconds of the plan that the call uses; without a

@@ -19,6 +19,9 @@ COVERED: Final[Mapping[str, str]] = {
     "compiled.py": "whole/test_function.py",
     "plans.py": "report/test_explain.py",
     # what runs on devices: tested by the numbers of one device
+    "dataflow/beginning.py": "dataflow/test_run.py",
+    "dataflow/far.py": "processes/test_flows.py",
+    "dataflow/results.py": "dataflow/test_run.py",
     "execute/agreement.py": "processes/test_agreements.py",
     "execute/executable.py": "whole/test_function.py",
     "execute/far_*.py": "processes/test_pipelines.py",

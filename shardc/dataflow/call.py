@@ -8,8 +8,8 @@ import jax
 
 from shardc import compat
 from shardc.dataflow.round import Round, outside, traced_round
-from shardc.dataflow.value import Made, Value
-from shardc.dataflow.work import Callee, FunctionWork, Place
+from shardc.dataflow.value import Made, RoundValue
+from shardc.dataflow.work import Callee, FunctionWork, LeafPlace
 
 
 def call_in_round(function: Callee, args: tuple[Any, ...], kwargs: dict[str, Any], every: int) -> Any:
@@ -18,7 +18,7 @@ def call_in_round(function: Callee, args: tuple[Any, ...], kwargs: dict[str, Any
     assert round is not None
     leaves, tree = jax.tree.flatten((args, kwargs))
     with outside():
-        known = [_known(round, function, x) if isinstance(x, Value) else x for x in leaves]
+        known = [_known(round, function, x) if isinstance(x, RoundValue) else x for x in leaves]
         work = FunctionWork(function, known, tree)
     name = getattr(function, "__name__", type(function).__name__)
     node = round.add(name, work, leaves, work.results, every, compat.users_line())
@@ -27,7 +27,7 @@ def call_in_round(function: Callee, args: tuple[Any, ...], kwargs: dict[str, Any
     return work.out_tree.unflatten(round.values_of(node))
 
 
-def _known(round: Round, function: Callee, v: Value) -> Any:
+def _known(round: Round, function: Callee, v: RoundValue) -> Any:
     """What is known of a value before its function is planned: shape and dtype, and where it lies on the same mesh."""
     found = None
     if isinstance(v.origin, Made):
@@ -35,7 +35,7 @@ def _known(round: Round, function: Callee, v: Value) -> Any:
     return jax.ShapeDtypeStruct(v.shape, v.dtype) if found is None else found
 
 
-def _at(place: Place, mesh: Any, v: Value) -> Any:
+def _at(place: LeafPlace, mesh: Any, v: RoundValue) -> Any:
     """The type of a value with its sharding, if it lies on this mesh."""
     if place.mesh is None or place.placement is None or place.mesh != mesh:
         return None
@@ -54,11 +54,11 @@ def _settle(round: Round) -> None:
         again = False
         for node in round.nodes:
             work = node.work
-            if not isinstance(work, FunctionWork) or len(work.meshes) > 1:
+            if type(work) is not FunctionWork or len(work.meshes) > 1:  # a change takes a state that has its own place
                 continue
             at: dict[int, Any] = {}
             for i, v in enumerate(node.given):
-                if isinstance(v, Value) and (origin := round.origin(v)).node is not None:
+                if isinstance(v, RoundValue) and (origin := round.origin(v)).node is not None:
                     found = _at(origin.node.work.gives[origin.index], next(iter(work.meshes)), v)
                     if found is not None:
                         at[i] = found

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final
 
-from shardc.dataflow.network import Call, Edge
+from shardc.dataflow.network import Edge, NodeStep
 from shardc.dataflow.plan import PlannedFlow
 from shardc.pipeline.schedule.recorded import recorded
 from shardc.report.chart import Chart, Track
@@ -55,11 +55,11 @@ class FlowChart(Chart):
         return f"{self.kind(label)}{self.number(label)}"
 
     def number(self, label: Hashable) -> str:
-        assert isinstance(label, Call)
+        assert isinstance(label, NodeStep)
         return str(label.round)
 
     def kind(self, label: Hashable) -> str:
-        assert isinstance(label, Call)
+        assert isinstance(label, NodeStep)
         return self._letters[base_name(label.name)]
 
     def chunk(self, label: Hashable) -> int:
@@ -71,7 +71,7 @@ class FlowChart(Chart):
         return False
 
     def about(self, label: Hashable) -> dict[str, Any]:
-        assert isinstance(label, Call)
+        assert isinstance(label, NodeStep)
         return {"node": label.name, "round": label.round}
 
     @cached_property
@@ -135,7 +135,7 @@ def base_name(name: str) -> str:
 
 
 def _dated(span: Span) -> Span:
-    assert isinstance(span.label, Call)
+    assert isinstance(span.label, NodeStep)
     return span._replace(label=span.label._replace(round=span.round))
 
 

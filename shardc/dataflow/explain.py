@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from shardc.dataflow.network import Edge
 from shardc.dataflow.plan import PlannedFlow
-from shardc.dataflow.round import Node
+from shardc.dataflow.round import FlowNode
 from shardc.report.tables import (
     MOST,
     Section,
@@ -17,7 +17,7 @@ from shardc.report.tables import (
 )
 
 
-def where_text(node: Node) -> str:
+def where_text(node: FlowNode) -> str:
     """`data=4`, or `host`."""
     return " and ".join(mesh_text(m) for m in node.work.meshes) or "host"
 

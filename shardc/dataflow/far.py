@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,11 +17,14 @@ import numpy as np
 from jax.sharding import Mesh
 
 from shardc import compat
+from shardc.arrays.far import FarArray, is_small
 from shardc.arrays.pieces import pack_array, unpack_array, words
 from shardc.dataflow.moves import LeafMove, to_place
 from shardc.dataflow.network import Edge, FlowNetwork
 from shardc.dataflow.plan import PlannedFlow
-from shardc.errors import ClusterError, FlowError, all_offenders
+from shardc.dataflow.round import FlowNode
+from shardc.errors import ClusterError, FlowError, RoundFailedError, all_offenders
+from shardc.execute.far_values import bring
 from shardc.execute.process_group import group_of_run
 from shardc.machine.devices import processes_of
 from shardc.runtime.cluster import Cluster, current
@@ -114,6 +117,75 @@ class FarFlow:
         process, node, round, text = min(known, key=lambda k: not k[1])  # who was only stopped knows less
         return node, round, f"process {process}: {text}"
 
+    def agreed(self, rounds: int) -> int:
+        """The rounds that all processes have run, which call this together.
+
+        Raises:
+          RoundFailedError: the run failed in one of them.
+        """
+        ended = self.outcome(rounds, None)
+        if not isinstance(ended, int):
+            raise self.error(*ended)
+        return ended
+
+    def failure(self, node: str, round: int, text: str) -> RoundFailedError:
+        """The error of a run that failed in one of several processes; all of them raise it."""
+        failed = self.outcome(0, (node, round, text))
+        assert not isinstance(failed, int)
+        return self.error(*failed)
+
+    def error(self, node: str, round: int, text: str) -> RoundFailedError:
+        where = f"{node} failed in round {round}, in " if node else ""
+        return RoundFailedError(
+            f"{self._where}: {where}{text}\nThe run has stopped in all processes; go on from a checkpoint.",
+            node, round, 0, None, [],
+        )  # fmt: skip
+
+    def brought(self, state: Sequence[Any]) -> list[Any]:
+        """The state with those leaves here that several processes read when a run begins."""
+        readers: dict[int, set[int]] = {}
+        for edge in self._built.edges:
+            for i in (f for m in edge.moves for f in m.first if isinstance(f, int)):
+                readers.setdefault(i, set()).add(self._process_of(edge.taker))
+        for node, constants in self._built.constants.items():
+            for i in constants.values():
+                readers.setdefault(i, set()).add(self._process_of(node))
+        wanted = [i for i, processes in sorted(readers.items()) if len(processes) > 1]
+        found = list(state)
+        for i, x in zip(wanted, bring([state[i] for i in wanted]), strict=True):
+            found[i] = x
+        return found
+
+    def last_state(self, leaf: Callable[[int], Any], first: Sequence[Any]) -> list[Any]:
+        """The state after a run: of what is in another process its value if it is small.
+
+        Args:
+          leaf: gives a leaf that a node of this process has made.
+          first: the state before the run.
+        """
+        origins = list(enumerate(self._built.state))
+        made = {i: o.node for i, o in origins if o.node is not None}
+        here = {i: leaf(i) for i, n in made.items() if self._process_of(n) == self.cluster.me}
+        avals = {i: v.aval for i, v in enumerate(self._built.round.state)}
+        sent = {(n.number, i): avals[i] for i, n in made.items() if is_small(avals[i]) or not n.work.meshes}
+        told = self.exchange({(n.number, i): [here[i]] for i, n in made.items() if i in here}, sent)
+        found: list[Any] = []
+        for i, origin in origins:
+            if origin.node is None:
+                found.append(first[origin.index])
+            elif i in here:
+                found.append(here[i])
+            elif (origin.node.number, i) in told:
+                found.append(told[origin.node.number, i][0])
+            else:
+                place = origin.node.work.gives[origin.index]
+                assert isinstance(place.mesh, Mesh) and place.placement is not None
+                found.append(FarArray(avals[i], place.placement, place.mesh))
+        return found
+
+    def _process_of(self, node: FlowNode) -> int:
+        return self._processes[self._built.actor[node]]
+
     def exchange(
         self, mine: Mapping[tuple[int, int], Sequence[Any]], of: Mapping[tuple[int, int], Any]
     ) -> dict[Any, Any]:
@@ -126,13 +198,13 @@ class FarFlow:
         cluster, tag = self.cluster, f"flow {self.network.number} {self.cluster.count('flow results')}"
         found: dict[Any, Any] = dict(mine)
         for key in sorted(of):
-            if self._processes[self._built.actor[self._built.round.nodes[key[0]]]] == cluster.me:
+            if self._process_of(self._built.round.nodes[key[0]]) == cluster.me:
                 whole = np.stack([np.asarray(words(x)) for x in mine[key]]) if mine[key] else None
                 for p in range(cluster.processes):
                     if p != cluster.me:
                         cluster.link(p).send_tagged(tag, (b"", ()) if whole is None else pack_array(whole))
         for key in sorted(of):
-            home = self._processes[self._built.actor[self._built.round.nodes[key[0]]]]
+            home = self._process_of(self._built.round.nodes[key[0]])
             if home != cluster.me:
                 packed = cluster.link(home).receive_tagged(tag, cluster.config.deadline)
                 found[key] = [_typed(x, of[key]) for x in unpack_array(packed)] if packed[0] else []

@@ -16,8 +16,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardc.arrays.placed import as_jax, is_placed, put_leaf
-from shardc.dataflow.network import Edge, Move
-from shardc.dataflow.work import Place
+from shardc.dataflow.network import Edge, HandedLeaf
+from shardc.dataflow.work import LeafPlace
 
 LeafMove = Callable[[Any], Any]
 
@@ -34,7 +34,7 @@ def mover(edge: Edge) -> Callable[[tuple[Any, ...]], tuple[Any, ...]] | None:
     return move
 
 
-def _leaf_mover(edge: Edge, move: Move) -> LeafMove | None:
+def _leaf_mover(edge: Edge, move: HandedLeaf) -> LeafMove | None:
     there = edge.places(move)[1]
     if edge.stays(move):
         return copied if move.copied else None
@@ -49,7 +49,7 @@ def _leaf_mover(edge: Edge, move: Move) -> LeafMove | None:
     return (lambda x: to(copied(x))) if move.copied else to
 
 
-def to_place(place: Place, aval: Any) -> LeafMove:
+def to_place(place: LeafPlace, aval: Any) -> LeafMove:
     """The function that puts a leaf in place, from wherever it is."""
     mesh, placement = place.mesh, place.placement
     assert isinstance(mesh, Mesh)

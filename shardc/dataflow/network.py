@@ -10,9 +10,9 @@ from typing import Any, Final, NamedTuple
 
 from jax.sharding import Mesh
 
-from shardc.dataflow.round import Fixed, Node, Origin, Round
-from shardc.dataflow.value import Value
-from shardc.dataflow.work import Place
+from shardc.dataflow.round import Fixed, FlowNode, Origin, Round
+from shardc.dataflow.value import RoundValue
+from shardc.dataflow.work import LeafPlace
 from shardc.errors import FlowError
 from shardc.machine.mesh import AnyMesh
 from shardc.runtime.actor import Channel, Message, Network, Step
@@ -21,7 +21,7 @@ MOST_STEPS: Final = 100_000
 """The most steps of a period."""
 
 
-class Call(NamedTuple):
+class NodeStep(NamedTuple):
     """The label of a step: one call of a node in the period. It prints as the node's name."""
 
     name: str
@@ -33,7 +33,7 @@ class Call(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Move:
+class HandedLeaf:
     """A leaf that a channel carries.
 
     Attributes:
@@ -61,25 +61,25 @@ class Edge:
       is_gate: whether it only says that there is a round. It holds nobody back who is ahead as far as others let it.
     """
 
-    giver: Node
-    taker: Node
+    giver: FlowNode
+    taker: FlowNode
     delay: int
-    moves: list[Move] = field(default_factory=list[Move])
+    moves: list[HandedLeaf] = field(default_factory=list[HandedLeaf])
     registers: int | None = 1
     is_gate: bool = False
 
-    def places(self, move: Move) -> tuple[Place, Place]:
+    def places(self, move: HandedLeaf) -> tuple[LeafPlace, LeafPlace]:
         """Where a leaf is given and taken."""
         return self.giver.work.gives[move.output], self.taker.work.takes[move.argument]
 
-    def stays(self, move: Move) -> bool:
+    def stays(self, move: HandedLeaf) -> bool:
         """Whether a leaf is taken where it is given: on the same devices at the same placement, or on the host."""
         here, there = self.places(move)
         return here.mesh == there.mesh and (
             here.placement == there.placement or None in (here.placement, there.placement)
         )
 
-    def takes_over(self, move: Move) -> bool:
+    def takes_over(self, move: HandedLeaf) -> bool:
         """Whether the taker may overwrite a leaf."""
         return move.argument in self.taker.work.donated
 
@@ -88,7 +88,7 @@ class Edge:
         """Bytes that arrive for one message, on all devices together; 0 if the values stay where they are."""
         return sum(self.bytes_of(m) for m in self.moves)
 
-    def bytes_of(self, move: Move) -> int:
+    def bytes_of(self, move: HandedLeaf) -> int:
         if self.stays(move):
             return 0
         there, aval = self.places(move)[1], self.giver.results[move.output]
@@ -125,10 +125,10 @@ class FlowNetwork:
         self.round, self.credits = round, credits
         self.rows = _rows(round.nodes)
         self.actor = {n: a for a, row in enumerate(self.rows) for n in row}
-        self.constants: dict[Node, dict[int, int]] = {n: {} for n in round.nodes}
+        self.constants: dict[FlowNode, dict[int, int]] = {n: {} for n in round.nodes}
         self.edges = self._edges()
         self.state = [round.origin(v) for v in round.state]
-        self.outs: list[Origin | None] = [round.origin(x) if isinstance(x, Value) else None for x in round.outs]
+        self.outs: list[Origin | None] = [round.origin(x) if isinstance(x, RoundValue) else None for x in round.outs]
         bounds = [n.work.apart for n in round.nodes]
         self.apart = None if None in bounds else max(b for b in bounds if b is not None)
         self.ends = self._ends()
@@ -142,7 +142,7 @@ class FlowNetwork:
         found: dict[tuple[int, int, int], Edge] = {}
         for node in self.round.nodes:
             for at, v in enumerate(node.given):
-                if not isinstance(v, Value):
+                if not isinstance(v, RoundValue):
                     continue
                 origin = self.round.origin(v)
                 if origin.node is None:
@@ -150,19 +150,19 @@ class FlowNetwork:
                     continue
                 key = origin.node.number, node.number, origin.delay
                 edge = found.setdefault(key, Edge(origin.node, node, origin.delay))
-                edge.moves.append(Move(origin.index, at, tuple(origin.first)))
+                edge.moves.append(HandedLeaf(origin.index, at, tuple(origin.first)))
             for giver, delay in node.work.waits:
                 found.setdefault((giver, node.number, delay), Edge(self.round.nodes[giver], node, delay))
         return list(found.values())
 
     # -- the end of the inputs
 
-    def _makes_state(self) -> list[Node]:
+    def _makes_state(self) -> list[FlowNode]:
         """The nodes that change what outlives the run."""
         found = {o.node for o in self.state if o.node is not None}
         return [n for n in self.round.nodes if n in found or n.work.changes]
 
-    def _reached(self, node: Node) -> set[Node]:
+    def _reached(self, node: FlowNode) -> set[FlowNode]:
         """The nodes that need a node's result of the same round."""
         reached, todo = {node}, [node]
         while todo:
@@ -172,10 +172,10 @@ class FlowNetwork:
             todo += new
         return reached
 
-    def _before(self, node: Node) -> set[Node]:
+    def _before(self, node: FlowNode) -> set[FlowNode]:
         """The nodes that run before a node in each round: those whose results it needs, and those before them in the
         order of their actors."""
-        before, todo = set[Node](), [node]
+        before, todo = set[FlowNode](), [node]
         while todo:
             at = todo.pop()
             row = self.rows[self.actor[at]]
@@ -184,7 +184,7 @@ class FlowNetwork:
             before |= new
         return before
 
-    def _ends(self) -> list[Node]:
+    def _ends(self) -> list[FlowNode]:
         """The inputs, and the loaders: nodes on the host that the new state of a round needs, with nothing before them
         that changes the state or takes its buffers."""
         makers = set(self._makes_state())
@@ -232,7 +232,7 @@ class FlowNetwork:
     def _safe(self, edge: Edge) -> Edge:
         """An edge whose values are copied where another node may overwrite them before they are read."""
         edge.moves = [
-            Move(
+            HandedLeaf(
                 m.output, m.argument, m.first,
                 any(self._overwrites(e, edge, m) for e in self.edges) or self._is_again(edge, i),
             )
@@ -245,14 +245,14 @@ class FlowNetwork:
         same = [m for m in edge.moves if m.output == edge.moves[i].output]
         return same[0] is not edge.moves[i] and any(edge.takes_over(m) for m in same)
 
-    def is_donated(self, node: Node, output: int, rounds: float = math.inf) -> bool:
+    def is_donated(self, node: FlowNode, output: int, rounds: float = math.inf) -> bool:
         """Whether another node may overwrite a result of this one, less than so many rounds later."""
         return any(
             e.giver is node and m.output == output and e.delay < rounds and e.takes_over(m) and self._shares(e, m)
             for e in self.edges for m in e.moves
         )  # fmt: skip
 
-    def _overwrites(self, other: Edge, edge: Edge, move: Move) -> bool:
+    def _overwrites(self, other: Edge, edge: Edge, move: HandedLeaf) -> bool:
         """Whether what another edge hands on is donated, and this edge's taker may read it later."""
         if other is edge or other.giver is not edge.giver or not self._shares(edge, move):
             return False
@@ -262,7 +262,7 @@ class FlowNetwork:
         mine, theirs = (edge.delay, edge.taker.number), (other.delay, other.taker.number)
         return self.actor[edge.taker] != self.actor[other.taker] or mine > theirs
 
-    def _shares(self, edge: Edge, move: Move) -> bool:
+    def _shares(self, edge: Edge, move: HandedLeaf) -> bool:
         """Whether the taker's value may lie in the giver's memory."""
         here, there = edge.places(move)
         if here.mesh is None or there.mesh is None:
@@ -272,8 +272,8 @@ class FlowNetwork:
     # -- the network
 
     def _network(self) -> Network:
-        takes: dict[Node, list[tuple[int, Edge]]] = {n: [] for n in self.round.nodes}
-        gives: dict[Node, list[tuple[int, Edge]]] = {n: [] for n in self.round.nodes}
+        takes: dict[FlowNode, list[tuple[int, Edge]]] = {n: [] for n in self.round.nodes}
+        gives: dict[FlowNode, list[tuple[int, Edge]]] = {n: [] for n in self.round.nodes}
         channels: list[Channel] = []
         for number, e in enumerate(self.edges):
             late = f", {e.delay} late" if e.delay else ""
@@ -291,8 +291,8 @@ class FlowNetwork:
         return Network(tuple(actors), tuple(channels), self.period, names=names, kind="round")
 
     def _steps(
-        self, row: Sequence[Node], takes: Mapping[Node, list[tuple[int, Edge]]],
-        gives: Mapping[Node, list[tuple[int, Edge]]],
+        self, row: Sequence[FlowNode], takes: Mapping[FlowNode, list[tuple[int, Edge]]],
+        gives: Mapping[FlowNode, list[tuple[int, Edge]]],
     ) -> Iterator[Step]:  # fmt: skip
         for r in range(self.period):
             for node in row:
@@ -302,10 +302,10 @@ class FlowNetwork:
                 given: list[Message] = [
                     (c, (r + e.delay) % self.period) for c, e in gives[node] if (r + e.delay + 1) % e.taker.every == 0
                 ]
-                yield Step(Call(node.name, node.number, r), tuple(taken), tuple(given), r)
+                yield Step(NodeStep(node.name, node.number, r), tuple(taken), tuple(given), r)
 
 
-def _row_name(row: Sequence[Node]) -> str:
+def _row_name(row: Sequence[FlowNode]) -> str:
     """The name of an actor: its first two nodes, and how many more it has."""
     more = f" and {len(row) - 2} more" if len(row) > 2 else ""
     return ", ".join(n.name for n in row[:2]) + more
@@ -316,9 +316,9 @@ def devices_of(mesh: AnyMesh | None) -> frozenset[Any]:
     return frozenset(mesh.devices.flat) if isinstance(mesh, Mesh) else frozenset([mesh])
 
 
-def _rows(nodes: Sequence[Node]) -> list[list[Node]]:
+def _rows(nodes: Sequence[FlowNode]) -> list[list[FlowNode]]:
     """The nodes of each actor: those whose meshes share devices are together, in the order of calls."""
-    rows: list[tuple[set[Any], list[Node]]] = []
+    rows: list[tuple[set[Any], list[FlowNode]]] = []
     for node in nodes:
         devices = {d for m in node.work.meshes for d in devices_of(m)}
         key = devices if node.work.actor is None else {node.work.actor}

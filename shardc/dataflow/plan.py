@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any
 
-from shardc.dataflow.network import Call, Edge, FlowNetwork
-from shardc.dataflow.round import Node, Round
+from shardc.dataflow.network import Edge, FlowNetwork, NodeStep
+from shardc.dataflow.round import FlowNode, Round
 from shardc.errors import FlowError, all_offenders
 from shardc.machine.mesh import AnyMesh, view
 from shardc.pipeline.schedule.simulate import Timeline, seconds_of_rounds, simulate
@@ -49,7 +49,7 @@ class PlannedFlow:
         return self.round.name
 
     @property
-    def nodes(self) -> list[Node]:
+    def nodes(self) -> list[FlowNode]:
         """The calls of a round, in order; the first one gives the inputs."""
         return self.round.nodes
 
@@ -84,7 +84,7 @@ class PlannedFlow:
 
     # -- time
 
-    def cost(self, seconds: Mapping[str, Any] | None = None) -> Callable[[Call], float]:
+    def cost(self, seconds: Mapping[str, Any] | None = None) -> Callable[[NodeStep], float]:
         """The seconds of a step by its label.
 
         Args:
@@ -101,7 +101,7 @@ class PlannedFlow:
         for n in self.nodes:
             each[n.number] = known.get(n.name, known.get(n.name.partition("[")[0], n.work.seconds or 0.0))
 
-        def cost(label: Call) -> float:
+        def cost(label: NodeStep) -> float:
             found = each[label.node]
             return found if isinstance(found, int | float) else found()
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import jax
 
-from shardc.dataflow.value import INSIDE, Held, Late, Made, Value
+from shardc.dataflow.value import INSIDE, Held, LateOrigin, Made, RoundValue
 from shardc.errors import FlowError, TracingError, all_offenders
 from shardc.passes.trace.constants import key_of
 from shardc.passes.trace.trace import is_array, path_text
@@ -23,7 +23,7 @@ _TRACED: Final[ContextVar[Round | None]] = ContextVar("the round that is traced"
 
 
 @dataclass(eq=False)
-class Node:
+class FlowNode:
     """One call of a round.
 
     Attributes:
@@ -58,7 +58,7 @@ class Origin:
       first: what stands for it in the first `delay` rounds: numbers of state leaves, or arrays in a `Fixed`.
     """
 
-    node: Node | None
+    node: FlowNode | None
     index: int
     delay: int
     first: list[int | Fixed] = field(default_factory=list["int | Fixed"])
@@ -84,9 +84,9 @@ class Round:
 
     def __init__(self, name: str, where: str) -> None:
         self.name, self.where = name, where
-        self.nodes: list[Node] = []
-        self.state: list[Value] = []
-        self.held: list[Value] = []
+        self.nodes: list[FlowNode] = []
+        self.state: list[RoundValue] = []
+        self.held: list[RoundValue] = []
         self.outs: list[Any] = []
         self._leaves: list[Any] = []
         """All leaves of the state: the arrays as Values, and constants."""
@@ -98,7 +98,7 @@ class Round:
 
     # -- tracing
 
-    def trace(self, fn: Callable[..., Any], state: Any, inputs: Node | None, item_tree: Any) -> None:
+    def trace(self, fn: Callable[..., Any], state: Any, inputs: FlowNode | None, item_tree: Any) -> None:
         """Calls the flow's function with Values.
 
         Args:
@@ -114,7 +114,7 @@ class Round:
         for path, x in pairs:
             if is_array(x):
                 name = "/".join(filter(None, ("state", path_text(path))))
-                self.state.append(Value(_aval(x), Held(len(self.state)), self, name))
+                self.state.append(RoundValue(_aval(x), Held(len(self.state)), self, name))
             self._leaves.append(self.state[-1] if is_array(x) else x)
         args = [self._tree.unflatten(self._leaves)]
         if inputs is not None:
@@ -122,7 +122,7 @@ class Round:
         token = _TRACED.set(self)
         try:
             given = fn(*args)
-        except TypeError as error:  # of JAX, whose operations refuse a Value
+        except TypeError as error:  # of JAX, whose operations refuse a RoundValue
             if "Value(" not in str(error):
                 raise
             raise TracingError(f"{self.where}: {error} {INSIDE}") from error
@@ -147,10 +147,10 @@ class Round:
         wrong: list[str] = []
         for (path, x), was in zip(pairs, self._leaves, strict=True):
             name = "/".join(filter(None, ("state", path_text(path))))
-            if not isinstance(was, Value):
-                if isinstance(x, Value) or key_of(x) != key_of(was):
+            if not isinstance(was, RoundValue):
+                if isinstance(x, RoundValue) or key_of(x) != key_of(was):
                     wrong.append(f"{name} was the constant {was!r} and is {x!r}; a constant stays what it is.")
-            elif not isinstance(x, Value):
+            elif not isinstance(x, RoundValue):
                 wrong.append(f"{name} is {_kind(x)}; let it be a part of the state that the round takes, or a result.")
             elif (x.shape, x.dtype) != (was.shape, was.dtype):
                 wrong.append(f"{name} was {was.dtype.name}{list(was.shape)} and is {x.dtype.name}{list(x.shape)}.")
@@ -161,12 +161,12 @@ class Round:
                 )
         if wrong:
             raise FlowError(all_offenders(f"{self.where}: a state that cannot be carried to the next round:", wrong))
-        self.held = [x for _, x in pairs if isinstance(x, Value)]
+        self.held = [x for _, x in pairs if isinstance(x, RoundValue)]
         self._check(self.held)
         self.outs, self.out_tree = jax.tree.flatten(outs)
-        self._check([x for x in self.outs if isinstance(x, Value)])
+        self._check([x for x in self.outs if isinstance(x, RoundValue)])
 
-    def _check(self, values: Sequence[Value]) -> None:
+    def _check(self, values: Sequence[RoundValue]) -> None:
         for v in values:
             if v.round is not self:
                 raise FlowError(
@@ -181,15 +181,15 @@ class Round:
 
     def add(
         self, name: str, work: Work, given: Sequence[Any], results: Sequence[Any], every: int = 1, source: str = ""
-    ) -> Node:
+    ) -> FlowNode:
         """Add a node.
 
         Raises:
           FlowError: a value comes from another round, or from a node that runs in other rounds.
         """
-        values = [x for x in given if isinstance(x, Value)]
+        values = [x for x in given if isinstance(x, RoundValue)]
         self._check(values)
-        node = Node(len(self.nodes), self.name_of(name), work, list(given), results, every, source)
+        node = FlowNode(len(self.nodes), self.name_of(name), work, list(given), results, every, source)
         wrong = [line for v in values for line in self._wrong_rate(node, v)]
         if wrong:
             raise FlowError(
@@ -198,9 +198,9 @@ class Round:
         self.nodes.append(node)
         return node
 
-    def _wrong_rate(self, node: Node, v: Value) -> Iterator[str]:
+    def _wrong_rate(self, node: FlowNode, v: RoundValue) -> Iterator[str]:
         delay = 0
-        while isinstance(v.origin, Late):
+        while isinstance(v.origin, LateOrigin):
             delay, v = delay + v.origin.rounds, v.origin.value
         if isinstance(v.origin, Made):
             giver = self.nodes[v.origin.node]
@@ -212,21 +212,21 @@ class Round:
                     f"shardc.every({giver.every}, ...) too, and let delays be multiples of {giver.every}."
                 )
 
-    def values_of(self, node: Node) -> list[Value]:
+    def values_of(self, node: FlowNode) -> list[RoundValue]:
         """The results of a node."""
         return [
-            Value(aval, Made(node.number, i), self, f"{node}/{i}" if len(node.results) > 1 else str(node))
+            RoundValue(aval, Made(node.number, i), self, f"{node}/{i}" if len(node.results) > 1 else str(node))
             for i, aval in enumerate(node.results)
         ]
 
     def state_of(self, arrays: Sequence[Any]) -> Any:
         """The state with these arrays."""
         left = iter(arrays)
-        return self._tree.unflatten([next(left) if isinstance(x, Value) else x for x in self._leaves])
+        return self._tree.unflatten([next(left) if isinstance(x, RoundValue) else x for x in self._leaves])
 
     # -- what it says
 
-    def origin(self, v: Value) -> Origin:
+    def origin(self, v: RoundValue) -> Origin:
         """The node that a value comes from, and by how many rounds it is late.
 
         Raises:
@@ -234,7 +234,7 @@ class Round:
         """
         return self._origin(v, ())
 
-    def _origin(self, v: Value, through: tuple[int, ...]) -> Origin:
+    def _origin(self, v: RoundValue, through: tuple[int, ...]) -> Origin:
         match v.origin:
             case Made(node=node, index=index):
                 return Origin(self.nodes[node], index, 0)
@@ -248,7 +248,7 @@ class Round:
                 if found.node is None:
                     raise FlowError(f"{self.where}: {v.name} becomes {after.name}, which never changes.")
                 return Origin(found.node, found.index, found.delay + 1, [i, *found.first])
-            case Late(value=value, rounds=n, first=first):
+            case LateOrigin(value=value, rounds=n, first=first):
                 found = self._origin(value, through)
                 if found.node is None:
                     return found
@@ -274,12 +274,12 @@ def aval_of(x: Any) -> Any:
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
 
 
-def _zeros(v: Value) -> str:
+def _zeros(v: RoundValue) -> str:
     return f"jnp.zeros({v.shape}, {v.dtype.name!r})"
 
 
 def _kind(x: Any) -> str:
-    if isinstance(x, Value):
+    if isinstance(x, RoundValue):
         return f"one value, {x.name}"
     if hasattr(x, "shape") and hasattr(x, "dtype"):
         return "an array that is the same in all rounds"

@@ -25,9 +25,9 @@ from shardc import compat
 from shardc.arrays.placed import is_placed
 from shardc.dataflow.moves import copied, to_place
 from shardc.dataflow.network import FlowNetwork
-from shardc.dataflow.round import Node, Round, aval_of, outside, traced_round
-from shardc.dataflow.value import Value
-from shardc.dataflow.work import Callee, FunctionWork, Place
+from shardc.dataflow.round import FlowNode, Round, aval_of, outside, traced_round
+from shardc.dataflow.value import RoundValue
+from shardc.dataflow.work import Callee, FunctionWork, LeafPlace
 from shardc.errors import ArgumentError, FlowError
 from shardc.machine.mesh import AnyMesh
 from shardc.passes.trace.trace import where_of
@@ -55,7 +55,7 @@ class Shared:
         self.avals = [_canonical(aval_of(x)) for x in leaves]
         self.leaves = [_own(x, a) for x, a in zip(leaves, self.avals, strict=True)]
         self.changes = 0
-        self.places: Sequence[Place] | None = None
+        self.places: Sequence[LeafPlace] | None = None
         """Where the last change left the leaves."""
         self.lock = threading.RLock()
         self.in_use = threading.Lock()
@@ -145,7 +145,7 @@ class Shared:
         node = next(same, None) if read.is_exact else None
         return self.tree.unflatten(round.values_of(node or self._add(round, name, read, [])))
 
-    def _add(self, round: Round, name: str, work: _Change | _Read | _Pull, leaves: Sequence[Any]) -> Node:
+    def _add(self, round: Round, name: str, work: _Change | _Read | _Pull, leaves: Sequence[Any]) -> FlowNode:
         """Add a node that is an actor of its own."""
         work.actor = "shared", id(self), len(round.nodes)
         return round.add(name, work, leaves, work.results, 1, compat.users_line())
@@ -347,7 +347,7 @@ class _Change(_OnState):
         if quorum is not None and whole_numbers:
             raise FlowError(f"{name} takes {whole_numbers[0]!r}, and with quorum= it gets means: give it floats.")
         self.places = list(self.gives)
-        self.results, self.gives = [jax.ShapeDtypeStruct((1,), shared.avals[0].dtype)], [Place(shared.mesh)]
+        self.results, self.gives = [jax.ShapeDtypeStruct((1,), shared.avals[0].dtype)], [LeafPlace(shared.mesh)]
 
     def run(self, given: list[Any], round: int) -> Sequence[Any]:
         if self.stale != 0:
@@ -420,7 +420,7 @@ class _Reader:
       stale: the rounds by which changes may be behind besides; None: any.
     """
 
-    def __init__(self, own: Node | None, behind: int, stale: int | None) -> None:
+    def __init__(self, own: FlowNode | None, behind: int, stale: int | None) -> None:
         self.own, self.behind, self.stale = own, behind, stale
         self.apart: int | None = stale
 
@@ -429,7 +429,7 @@ class _Reader:
         """Whether it has certain changes and no others."""
         return self.own is None and self.stale == 0
 
-    def waits_of(self, changes: Sequence[Node]) -> list[tuple[int, int]]:
+    def waits_of(self, changes: Sequence[FlowNode]) -> list[tuple[int, int]]:
         """The changes that it waits for, and the rounds by which they may be behind."""
         if self.stale is None:
             return [] if self.own is None else [(self.own.number, 0)]
@@ -448,10 +448,10 @@ class _Read(_Reader):
     seconds: float | None = 0.0
     credits: int | None = None
     changes = False
-    takes: Sequence[Place] = ()
+    takes: Sequence[LeafPlace] = ()
     process: int | None = None
 
-    def __init__(self, shared: Shared, own: Node | None, behind: int, stale: int | None) -> None:
+    def __init__(self, shared: Shared, own: FlowNode | None, behind: int, stale: int | None) -> None:
         super().__init__(own, behind, stale)
         self.shared, self.results = shared, shared.avals
         self.places = cast("_Change", own.work).places if own is not None else None
@@ -462,8 +462,8 @@ class _Read(_Reader):
         self.used: frozenset[int] = frozenset(range(len(shared.avals)))
 
     @property
-    def gives(self) -> Sequence[Place]:
-        return self.places or [Place(self.shared.mesh)] * len(self.shared.avals)
+    def gives(self) -> Sequence[LeafPlace]:
+        return self.places or [LeafPlace(self.shared.mesh)] * len(self.shared.avals)
 
     @property
     def peak(self) -> int:
@@ -511,7 +511,7 @@ def _own(x: Any, aval: Any) -> Any:
     return np.array(x, aval.dtype)
 
 
-def _bytes(shared: Shared, places: Sequence[Place]) -> int:
+def _bytes(shared: Shared, places: Sequence[LeafPlace]) -> int:
     """Bytes of a state on one device."""
     return sum(p.bytes(a) for p, a in zip(places, shared.avals, strict=True))
 
@@ -519,21 +519,21 @@ def _bytes(shared: Shared, places: Sequence[Place]) -> int:
 def _known(args: Sequence[Any]) -> tuple[list[Any], Any, list[Any]]:
     """The leaves of arguments, their structure, and what is known of them."""
     leaves, tree = jax.tree.flatten(args)
-    return leaves, tree, [jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, Value) else x for x in leaves]
+    return leaves, tree, [jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, RoundValue) else x for x in leaves]
 
 
-def _reads(round: Round, shared: Shared) -> Iterator[tuple[Node, _Read | _Pull]]:
+def _reads(round: Round, shared: Shared) -> Iterator[tuple[FlowNode, _Read | _Pull]]:
     for node in round.nodes:
         if isinstance(node.work, _Read | _Pull) and node.work.shared is shared:
             yield node, node.work
 
 
-def shared_works(nodes: Sequence[Node]) -> list[tuple[Node, _Change | _Read | _Pull]]:
+def shared_works(nodes: Sequence[FlowNode]) -> list[tuple[FlowNode, _Change | _Read | _Pull]]:
     """The nodes that change or read shared states."""
     return [(n, n.work) for n in nodes if isinstance(n.work, _Change | _Read | _Pull)]
 
 
-def pots_of(nodes: Sequence[Node]) -> list[Pot]:
+def pots_of(nodes: Sequence[FlowNode]) -> list[Pot]:
     """Where the changes of nodes wait to be applied together."""
     works = (w for _, w in shared_works(nodes))
     return list(dict.fromkeys(w.pot for w in works if isinstance(w, _Change) and w.pot is not None))

@@ -38,7 +38,7 @@ class Held:
         self.index = index
 
 
-class Late:
+class LateOrigin:
     """The origin of a value of `rounds` rounds ago.
 
     Attributes:
@@ -47,11 +47,11 @@ class Late:
 
     __slots__ = ("first", "rounds", "value")
 
-    def __init__(self, value: Value, rounds: int, first: Any = None) -> None:
+    def __init__(self, value: RoundValue, rounds: int, first: Any = None) -> None:
         self.value, self.rounds, self.first = value, rounds, first
 
 
-class Value:
+class RoundValue:
     """A leaf of a round: an array that the round will have, of known shape and dtype.
 
     It is handed to functions, returned, and kept in pytrees. Anything that would need its number is an error.
@@ -65,7 +65,7 @@ class Value:
 
     __slots__ = ("aval", "name", "origin", "round")
 
-    def __init__(self, aval: Any, origin: Made | Held | Late, round: Traced, name: str) -> None:
+    def __init__(self, aval: Any, origin: Made | Held | LateOrigin, round: Traced, name: str) -> None:
         self.aval, self.origin, self.round, self.name = aval, origin, round, name
 
     @property
@@ -141,13 +141,13 @@ _METHODS: Final = frozenset(
 
 
 def _refused(what: str) -> Any:
-    def method(self: Value, *_: Any, **__: Any) -> NoReturn:
+    def method(self: RoundValue, *_: Any, **__: Any) -> NoReturn:
         self.refuse(what)
 
     return method
 
 
 for _name, _what in _USES.items():
-    setattr(Value, _name, _refused(_what))
-Value.__hash__ = object.__hash__
-setattr(Value, "__jax_array__", property(_refused("a JAX operation on")))  # noqa: B010  # JAX asks if there is one
+    setattr(RoundValue, _name, _refused(_what))
+RoundValue.__hash__ = object.__hash__
+setattr(RoundValue, "__jax_array__", property(_refused("a JAX operation on")))  # noqa: B010  # JAX asks if there is one

@@ -21,7 +21,7 @@ from shardc.sbp.placement import Placement
 
 
 @dataclass(frozen=True)
-class Place:
+class LeafPlace:
     """Where a leaf lives: on a mesh at a placement, on the devices of a pipeline (no placement), or on the host (no
     mesh)."""
 
@@ -49,7 +49,7 @@ class Place:
         return "its stages" if self.placement is None else str(self.placement)
 
 
-HOST: Final = Place(None)
+HOST: Final = LeafPlace(None)
 
 
 class Work(Protocol):
@@ -73,9 +73,9 @@ class Work(Protocol):
     @property
     def meshes(self) -> tuple[AnyMesh, ...]: ...
     @property
-    def takes(self) -> Sequence[Place]: ...
+    def takes(self) -> Sequence[LeafPlace]: ...
     @property
-    def gives(self) -> Sequence[Place]: ...
+    def gives(self) -> Sequence[LeafPlace]: ...
     @property
     def donated(self) -> frozenset[int]: ...
     @property
@@ -160,7 +160,7 @@ class FunctionWork:
         mesh = function.mesh if len(self.meshes) == 1 else None
         slots, named = tree.unflatten([_Slot(i) for i in range(len(leaves))])
         call = function.arguments.flatten(slots, named)
-        takes: list[Place] = [HOST] * len(leaves)
+        takes: list[LeafPlace] = [HOST] * len(leaves)
         donated: set[int] = set()
         arrays = [
             (name, x) for name, x in zip(call.names, call.leaves, strict=True)
@@ -179,8 +179,8 @@ class FunctionWork:
         memory = self.plan.memory
         self.peak = max(0, memory.peak - memory.arguments) if mesh is not None else 0
 
-    def _place(self, mesh: AnyMesh | None, placement: Placement) -> Place:
-        return Place(self.meshes[0]) if mesh is None else Place(mesh, placement)
+    def _place(self, mesh: AnyMesh | None, placement: Placement) -> LeafPlace:
+        return LeafPlace(self.meshes[0]) if mesh is None else LeafPlace(mesh, placement)
 
     def settle(self, at: Mapping[int, Any]) -> bool:
         """Plan the function again if arguments lie elsewhere on its mesh than where it takes them: what that moves is a

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 import shardc
 from shardc import S
 from shardc.dataflow.round import Round
-from shardc.dataflow.work import HOST, Place
+from shardc.dataflow.work import HOST, LeafPlace
 from shardc.sbp.placement import Placement
 from tests.dataflow.interpreter import MISSING
 
@@ -25,7 +25,7 @@ RATES = [1, 1, 1, 1, 2, 3, 6]
 
 
 @dataclass
-class Call:
+class DrawnCall:
     """A call: where, how often, what of its arguments is donated, and where they come from: `("state", i)`,
     `("item",)`, `("made", call, result)`; a second number is a delay."""
 
@@ -41,7 +41,7 @@ class Draw:
     """A flow: its calls, the sources of the new state, and those of what the round gives."""
 
     credits: int
-    calls: list[Call]
+    calls: list[DrawnCall]
     state: list[tuple[tuple, int]]
     outs: list[tuple[tuple, int]]
 
@@ -81,7 +81,7 @@ def draw(rng):
     for _ in range(rng.randint(1, 7)):
         place, every = rng.choice(PLACES), rng.choice(RATES)
         donate = rng.choice([(), (), ("a",), ("a", "b")]) if place else ()
-        found = Call(place, every, donate, rng.choice([None, 1, 4]), [source(every), source(every)])
+        found = DrawnCall(place, every, donate, rng.choice([None, 1, 4]), [source(every), source(every)])
         calls.append(found)
     state = [source(1) for _ in range(leaves)]
     for i, (kind, _) in enumerate(state):  # leaves that only change places are an error
@@ -139,7 +139,7 @@ class StubWork:
 
     def __init__(self, place, donated=(), credits=None, results=2):
         self.meshes = () if place is None else (mesh(*place),)
-        where = HOST if place is None else Place(self.meshes[0], Placement({}))
+        where = HOST if place is None else LeafPlace(self.meshes[0], Placement({}))
         self.takes, self.gives = [where] * 3, [where] * results
         self.donated, self.credits, self.results = frozenset(donated), credits, [AVAL] * results
 

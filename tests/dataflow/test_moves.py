@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 import shardc
 from shardc import B, P, S
 from shardc.dataflow.moves import copied, on_host, to_place
-from shardc.dataflow.work import Place
+from shardc.dataflow.work import LeafPlace
 from shardc.sbp.placement import Placement
 
 PLACEMENTS = [{"data": B}, {"data": S(0)}, {"data": S(1)}, {"data": P}]
@@ -34,7 +34,7 @@ def test_from_any_placement_to_any_other(shape, kind):
     ways = itertools.product(MESHES[:2], placements, MESHES[1:], placements)
     for here, at, there, to in ways:
         given = shardc.put(x, mesh(*here), at)
-        place = Place(mesh(*there), Placement(to))
+        place = LeafPlace(mesh(*there), Placement(to))
         found = to_place(place, jax.ShapeDtypeStruct(x.shape, x.dtype))(given)
         assert found.dtype == x.dtype
         assert found.devices() == set(place.mesh.devices.flat)
@@ -47,7 +47,7 @@ def test_from_any_placement_to_any_other(shape, kind):
 
 
 def test_from_the_host():
-    place = Place(mesh(2, 4), Placement({"data": S(0)}))
+    place = LeafPlace(mesh(2, 4), Placement({"data": S(0)}))
     found = to_place(place, jax.ShapeDtypeStruct((8,), jnp.float32))(np.arange(8, dtype=np.float32))
     assert [s.data.tolist() for s in found.addressable_shards] == [[0, 1], [2, 3], [4, 5], [6, 7]]
 

@@ -6,12 +6,12 @@ import jax
 import pytest
 
 from shardc.dataflow.round import Fixed, Round, outside, traced_round
-from shardc.dataflow.value import Late, Value
+from shardc.dataflow.value import LateOrigin, RoundValue
 from tests.dataflow.random_flows import AVAL, StubWork
 
 
 def late(x, rounds, first=None):
-    return Value(x.aval, Late(x, rounds, first), x.round, "late")
+    return RoundValue(x.aval, LateOrigin(x, rounds, first), x.round, "late")
 
 
 def traced(body, state):

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 
 from shardc.dataflow.round import Round
-from shardc.dataflow.value import Held, Value
+from shardc.dataflow.value import Held, RoundValue
 from shardc.errors import TracingError
 
 
 @pytest.fixture
 def value():
     aval = jax.ShapeDtypeStruct((2, 3), np.dtype("int32"))
-    return Value(aval, Held(0), Round("train", "train (train.py:7)"), "state/w")
+    return RoundValue(aval, Held(0), Round("train", "train (train.py:7)"), "state/w")
 
 
 def test_a_value_has_a_shape_and_a_dtype(value):

@@ -9,7 +9,7 @@ import pytest
 
 import shardc
 from shardc import P, S
-from shardc.dataflow.work import HOST, FunctionWork, HostWork, Place, is_like, stacked_gives
+from shardc.dataflow.work import HOST, FunctionWork, HostWork, LeafPlace, is_like, stacked_gives
 from shardc.errors import FlowError
 from shardc.sbp.placement import Placement
 
@@ -85,6 +85,6 @@ def test_a_function_says_where_it_takes_and_gives_its_leaves():
 
 def test_places_in_words():
     mesh = shardc.make_mesh(data=4)
-    assert [str(p) for p in (HOST, Place(mesh), Place(mesh, Placement({"data": S(1)})))] == [
+    assert [str(p) for p in (HOST, LeafPlace(mesh), LeafPlace(mesh, Placement({"data": S(1)})))] == [
         "host", "its stages", "{data: S(1)}",
     ]  # fmt: skip

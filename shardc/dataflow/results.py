@@ -1,0 +1,191 @@
+"""What one run of a flow keeps and gives back."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import jax
+
+from shardc.dataflow.chart import measured_flow_chart, seconds_by_node
+from shardc.dataflow.far import FarFlow
+from shardc.dataflow.moves import to_place
+from shardc.dataflow.network import FlowNetwork
+from shardc.dataflow.plan import PlannedFlow
+from shardc.dataflow.round import Fixed, FlowNode, Origin
+from shardc.dataflow.value import RoundValue
+from shardc.dataflow.work import LeafPlace
+from shardc.errors import FlowError
+from shardc.report.chart import Chart
+from shardc.report.drawn import Drawn
+from shardc.runtime.actor import Span
+
+
+class Rounds(list[Any], Drawn):
+    """What each round of a run gave, in order. A recorded run can be drawn, planned above measured.
+
+    Attributes:
+      pending: what delayed channels hold at the end, as a pytree of arrays; for `run(..., pending=)` to go on from.
+      spans: the times of all nodes, if the run recorded them.
+    """
+
+    def __init__(
+        self, given: Iterable[Any], pending: Any, plan: PlannedFlow | None = None, spans: Sequence[Span] = ()
+    ) -> None:
+        super().__init__(given)
+        self.pending = pending
+        self.spans = list(spans)
+        self._plan = plan
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """The mean seconds of each node, of a run that recorded them."""
+        return {name: sum(times) / len(times) for name, times in seconds_by_node(self.spans).items()}
+
+    @property
+    def chart(self) -> Chart:
+        if self._plan is None or not self.spans:
+            raise FlowError("Nothing to show: no round was recorded; run(..., record=True) records them.")
+        return measured_flow_chart(self._plan, self.spans, len(self))
+
+
+class RunResults:
+    """What one run of a flow keeps: arguments that do not change, results that are returned.
+
+    Attributes:
+      given: the arguments of each node that are known from the start.
+      fired: how often each step has run.
+      turns: a context in which calls take the turns of the gang's client that runs the flow.
+      record: whether each node is waited for, so that its times are those of its devices.
+    """
+
+    def __init__(
+        self, plan: PlannedFlow, here: frozenset[FlowNode], state: Sequence[Any], items: Any,
+        past: Mapping[str, Sequence[Any]],
+    ) -> None:  # fmt: skip
+        self._plan, self._built, self._here, self._past = plan, plan.built, here, past
+        self.record = False
+        self.turns: Callable[[], AbstractContextManager[object]] = nullcontext
+        self.fired = dict.fromkeys((s.label for row in plan.network.actors for s in row), 0)
+        self.given: dict[FlowNode, list[Any]] = {}
+        for node in plan.nodes:
+            leaves = [None if isinstance(x, RoundValue) else x for x in node.given]
+            for at, i in plan.built.constants[node].items() if node in here else ():
+                leaves[at] = entering(node.work.takes[at], node.given[at].aval)(state[i])
+            self.given[node] = leaves
+        inputs = plan.nodes[0]
+        if items is not None:
+            self.given[inputs] = [items]
+        self._logs: dict[tuple[FlowNode, int], list[Any]] = {}
+        self._state: dict[FlowNode, dict[int, dict[int, Any]]] = {}
+        for origin in plan.built.outs:
+            if origin is not None and origin.node is not None:
+                self._logs[origin.node, origin.index] = []
+        for origin in plan.built.state:
+            if origin.node is not None:
+                self._state[origin.node] = {}
+        self._first_state = list(state)
+        self._newest = dict.fromkeys(self._state, -1)
+        self._behind = max((o.delay - 1 for o in plan.built.state if o.node is not None), default=0)
+        self._lock = threading.Lock()
+
+    def keep(self, node: FlowNode, round: int, logged: list[tuple[int, Any]], state: dict[int, Any]) -> None:
+        """Record results: of the state, what the last rounds gave that all of its parts have."""
+        for i, value in logged:
+            self._logs[node, i].append(value)
+        if not state:
+            return
+        with self._lock:
+            self._state[node][round] = state
+            self._newest[node] = round
+            whole = min(self._newest.values()) - self._behind
+            for n, kept in self._state.items():
+                least = whole if self._built.apart is not None else self._newest[n]
+                for r in [r for r in kept if r < least]:
+                    del kept[r]
+
+    def share_logs(self, far: FarFlow) -> None:
+        """Let all processes know what the rounds gave."""
+        types = {(n.number, i): n.results[i] for n, i in self._logs}
+        found = far.exchange({(n.number, i): xs for (n, i), xs in self._logs.items()}, types)
+        self._logs = {(n, i): found[n.number, i] for n, i in self._logs}
+
+    def past(self, rounds: int) -> dict[str, list[Any]]:
+        """What the rounds after so many return late, and what becomes state late in them."""
+        outs = self._built.outs
+        return {
+            name: [
+                self.leaf(i, rounds + k) if is_state else self._out(i, outs[i], rounds + k) for k in range(len(firsts))
+            ]
+            for name, (is_state, i, firsts) in late_parts(self._built, self._here).items()
+        }
+
+    def state(self, round: int) -> list[Any]:
+        """The state after a round; -1: before the first one."""
+        return [self.leaf(i, round) for i in range(len(self._built.state))]
+
+    def leaf(self, i: int, round: int) -> Any:
+        """Leaf i after a round: its origin is what the next round takes."""
+        origin, first = self._built.state[i], self._first_state
+        if origin.node is None:
+            return first[origin.index]
+        made = round + 1 - origin.delay
+        if made < 0:
+            return self._past[f"state {i}"][round] if round >= 0 else known(origin.first[0], first)
+        kept = self._state[origin.node]
+        return (kept[made] if self._built.apart == 0 else kept.get(made, kept[max(kept)]))[origin.index]
+
+    def last_complete(self) -> tuple[int, list[Any] | None]:
+        """The last rounds of which the whole state is there: their number, and the state; None if a part is lost."""
+        newest = min(self._newest.values(), default=-1)
+        try:
+            leaves = self.state(newest)
+        except KeyError:
+            return newest + 1, None
+        lost = any(isinstance(x, jax.Array) and x.is_deleted() for x in leaves)
+        return newest + 1, None if lost else leaves
+
+    def given_in(self, rounds: int) -> Iterator[Any]:
+        """What each of the first rounds gave; None for a node that did not run in it."""
+        round, built = self._plan.round, self._built
+        for r in range(rounds):
+            pairs = enumerate(zip(round.outs, built.outs, strict=True))
+            leaves = [x if o is None else self._out(i, o, r) for i, (x, o) in pairs]
+            yield round.out_tree.unflatten(leaves)
+
+    def _out(self, i: int, origin: Origin | None, r: int) -> Any:
+        """Result i of round r."""
+        assert origin is not None
+        if origin.node is None:
+            return self._first_state[origin.index]
+        made = r - origin.delay
+        if made < 0:
+            return self._past[f"returned {i}"][r]
+        every = origin.node.every
+        if (made + 1) % every:
+            return None
+        logs = self._logs[origin.node, origin.index]
+        return logs[made // every] if made // every < len(logs) else None
+
+
+def known(first: int | Fixed, state: Sequence[Any]) -> Any:
+    return first.array if isinstance(first, Fixed) else state[first]
+
+
+def late_parts(built: FlowNetwork, here: Collection[FlowNode]) -> dict[str, tuple[bool, int, list[int | Fixed]]]:
+    """By a name, whether it is a leaf of the state, its number, and what stands for it in the first rounds: for each
+    result that is returned late, and each leaf that becomes state late, of nodes that run here."""
+    outs = {
+        f"returned {i}": (False, i, o.first)
+        for i, o in enumerate(built.outs)
+        if o is not None and o.first and o.node in here
+    }
+    return outs | {
+        f"state {i}": (True, i, o.first[1:]) for i, o in enumerate(built.state) if o.first[1:] and o.node in here
+    }
+
+
+def entering(place: LeafPlace, aval: Any) -> Callable[[Any], Any]:
+    return (lambda x: x) if place.mesh is None else to_place(place, aval)
