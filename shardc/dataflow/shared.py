@@ -11,7 +11,7 @@ With stale=0 a round has one read for all, and the changes of the next round wai
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from time import monotonic
@@ -297,6 +297,12 @@ class _OnState(FunctionWork):
         """Compile."""
         super().begin()
         self._entries = [to_place(p, a) for p, a in zip(self._enters, self.shared.avals, strict=True)]
+
+    def settle(self, at: Mapping[int, Any]) -> bool:
+        """Nothing is planned again: arguments on its mesh are moved to where they are taken, which the flow's plan
+        lists."""
+        del at
+        return False
 
     def _call(self, given: list[Any]) -> list[Any]:
         """The results, under the locks."""
