@@ -34,7 +34,6 @@ COVERED: Final[Mapping[str, str]] = {
     "execute/stage_edges.py": "pipeline/test_results.py",
     "execute/stage_io.py": "pipeline/test_results.py",
     "passes/lower/lower.py": "whole/test_parity.py",
-    "dataflow/call.py": "dataflow/test_run.py",
     "runtime/connection.py": "runtime/test_link.py",
     "runtime/worker.py": "runtime/test_executor.py",
     # data that others make and read

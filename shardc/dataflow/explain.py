@@ -36,8 +36,9 @@ def flow_sections(plan: PlannedFlow) -> list[Section | None]:
 def _head(plan: PlannedFlow) -> Section:
     built = plan.built
     unknown = [n.name for n in plan.nodes if n.work.seconds is None and n.number]
+    without = 0 if plan.has_inputs else 1  # of the inputs' node and actor, which nobody called
     lines = [
-        f"{number_text(len(plan.nodes) - (not plan.has_inputs), 'node')} in {number_text(len(built.rows) - (not plan.has_inputs), 'actor')}; "
+        f"{number_text(len(plan.nodes) - without, 'node')} in {number_text(len(built.rows) - without, 'actor')}; "
         f"{bytes_text(plan.bytes)} move in a round",
         f"A round takes {seconds_text(plan.seconds)} of many"
         + (f", without {_some(unknown)}, whose seconds nobody knows" if unknown else ""),
