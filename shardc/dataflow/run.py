@@ -19,15 +19,13 @@ from shardc.dataflow.round import FlowNode
 from shardc.dataflow.shared import Shared, pots_of, read_only_what_is_used, shared_works
 from shardc.dataflow.value import RoundValue
 from shardc.errors import FlowError, PeerLostError, PipelineError, PipelineTaskError, RoundFailedError
+from shardc.execute.pipeline_executable import IN_FLIGHT
 from shardc.execute.recording import Recording
 from shardc.machine.devices import me
 from shardc.passes.trace.trace import settings, under
 from shardc.runtime.actor import Message, Span, Step
 from shardc.runtime.executor import Executor, LaunchLimit, RoundsEnded, Task, Threads
 from shardc.runtime.gang import calling_client
-
-IN_FLIGHT: Final = 32
-"""The most programs that are launched and not finished, on all meshes together: XLA:CPU's threads hang with more."""
 
 ENDLESS: Final = 1 << 62
 """Rounds of a run that only its inputs end."""
