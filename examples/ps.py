@@ -47,7 +47,7 @@ def make(name: str, workers: int, stale: int | None, rows: int = 64, slow: float
     devices = np.array(jax.devices()[: DEVICES * (workers + 1)]).reshape(workers + 1, DEVICES)
     *meshes, server = (jax.sharding.Mesh(d, ("data",)) for d in devices)
     loss, params = model(name)
-    optimizer = optax.adam(1e-2 / workers)
+    optimizer = optax.adam({"logistic": 5e-3, "mlp": 1e-3}[name])
     held = shardc.shared({"params": params, "opt": optimizer.init(params)}, on=server)
 
     def grad(params, batch):
