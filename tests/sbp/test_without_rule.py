@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.sbp.without_rule import ENOUGH, cases, compare
+from tests.sbp.without_rule import ENOUGH, Case, cases, compare
 
 PARTS = 9
 
@@ -17,6 +17,11 @@ def check(numbers: slice, primitives: int, enough: float) -> None:
     assert [(o.case, o.wrong) for o in outcomes if o.wrong] == []
     more = {o.case.primitive for o in outcomes if not o.same}
     assert len(found - more) >= enough * len(found), sorted(more)
+
+
+def test_a_dimension_as_long_as_one_that_the_search_tries() -> None:
+    """Of three rows split in two: the target shape among the parameters holds the three."""
+    assert compare(Case("expand_dims", "broadcast_in_dim", (0,))).same
 
 
 @pytest.mark.sampled(1)
