@@ -182,7 +182,7 @@ def _found_by_batching(operation: _Operation) -> OperationSignatures | None:
     fn = FoundOperation(operation.primitive, core.params, tuple(levels), BY_BATCHING)
     factors = _factors_of(operation, levels)
     sizes = {n for a in operation.operands for n in a.shape}
-    other = next(n for n in itertools.count(2) if n not in sizes)
+    other = next(n for n in itertools.count(3) if n not in sizes)
     small = [_cut(a, fs, other) for a, fs in zip(operation.operands, factors, strict=False)]
     if all(_is_this(_traced(fn, xs), operation) for xs in (operation.operands, small)):  # whatever the sizes
         fn = FoundOperation(operation.primitive, operation.params, (), BY_BATCHING)
