@@ -56,8 +56,9 @@ def test_what_comes_back_is_the_logical_state(model, tmp_path):
     floats = [x for x in leaves if jnp.issubdtype(x.dtype, jnp.floating)]
     norm = math.sqrt(sum(float(np.sum(np.square(np.asarray(x, np.float64)))) for x in floats))
     np.testing.assert_allclose(optax.tree.norm(floats), norm, rtol=1e-5)
-    assert serialization.to_bytes(state) == serialization.to_bytes(want)
-    again = jax.tree.leaves(serialization.from_bytes(state, serialization.to_bytes(state)))
+    written = serialization.to_bytes(leaves)  # flax writes no modules of equinox
+    assert written == serialization.to_bytes(jax.tree.leaves(want))
+    again = serialization.from_bytes(leaves, written)
     assert all(np.array_equal(x, y) for x, y in zip(again, jax.tree.leaves(want), strict=True))
 
     loss = jax.jit(lambda *args: step_fn(*args)[-1])
