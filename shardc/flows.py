@@ -135,10 +135,11 @@ class Flow:
         wrong = [
             f"{'/'.join(filter(None, (what, path_text(path))))} is {x!r}."
             for path, x in pairs
-            if not is_array(x) and why_no_constant(what, path_text(path), x)
+            if not is_array(x) and (what == "item" or why_no_constant(what, path_text(path), x))
         ]
         if wrong:
-            raise ArgumentError(all_offenders(f"{self.where}: leaves that are neither arrays nor constants:", wrong))
+            kinds = "no arrays" if what == "item" else "neither arrays nor constants"
+            raise ArgumentError(all_offenders(f"{self.where}: leaves that are {kinds}:", wrong))
         if has_tracers([x for _, x in pairs]):
             raise ArgumentError(
                 f"{self.where}: a flow runs programs of its own, and cannot be part of a jax.jit, jax.grad or "

@@ -259,6 +259,7 @@ LONE, PAIR = shardc.flow(lone), shardc.flow(pair)
             "{pair}: inputs are an item for each round, in a list or an iterator; got 3.",
         ),
         (lambda: PAIR.run(X, [X], rounds=-1), "{pair}: rounds=-1 is no whole number of 0 or more."),
+        (lambda: PAIR.run(X, [{"of": "a text"}]), "{pair}: leaves that are no arrays:\n  item/of is 'a text'."),
         (
             lambda: PAIR.run([{1, 2}], [X]),
             "{pair}: leaves that are neither arrays nor constants:\n  state/0 is {1, 2}.",

@@ -1,4 +1,4 @@
-"""What delayed channels hold when a run of a flow begins, and when it has ended."""
+"""The contents of delayed channels when a run of a flow begins, and when it has ended."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Beginning:
         return [copied(x) if i in self._taken and any(x is y for y in state[:i]) else x for i, x in enumerate(state)]
 
     def first(self, state: Sequence[Any], pending: Mapping[str, Sequence[Any]] | None) -> dict[Message, list[Any]]:
-        """What delayed channels hold when a run begins."""
+        """The contents of delayed channels when a run begins."""
         found: dict[Message, list[Any]] = {}
         count: Counter[int] = Counter()
         messages = self._plan.network.first_messages()
@@ -52,7 +52,7 @@ class Beginning:
         return found
 
     def past(self, state: Sequence[Any], pending: Mapping[str, Sequence[Any]] | None) -> Mapping[str, Sequence[Any]]:
-        """What the first rounds return late, and what becomes state late in them."""
+        """The values that the first rounds return late, and those that become state late in them."""
         if pending is not None:
             return pending
         return {
@@ -92,7 +92,7 @@ class Beginning:
             raise FlowError(f"{self._plan.round.where}: pending= is not what a run of this flow has left{rule}.")
 
     def pending(self, left: Mapping[Message, Sequence[Any]], rounds: int) -> dict[str, list[Any]]:
-        """What delayed channels hold after so many rounds, by channel, in the order in which it would be taken."""
+        """The contents of delayed channels after so many rounds, by channel, in the order of their taking."""
         period = self._plan.network.period
         found: dict[int, list[tuple[int, Any]]] = {}
         for (channel, key), values in left.items():

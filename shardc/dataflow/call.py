@@ -28,7 +28,7 @@ def call_in_round(function: Callee, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _known(round: Round, function: Callee, v: RoundValue) -> Any:
-    """What is known of a value before its function is planned: shape and dtype, and where it lies on the same mesh."""
+    """The known type of a value before its function is planned, with its sharding if it lies on the same mesh."""
     found = None
     if isinstance(v.origin, Made):
         found = _at(round.nodes[v.origin.node].work.gives[v.origin.index], function.mesh, v)

@@ -135,7 +135,7 @@ _TRIES: Final = 3
 
 
 class _Helper(Protocol):
-    """What calls a function elsewhere.
+    """The caller of a function elsewhere.
 
     Attributes:
       alive: whether it can be asked again.

@@ -51,7 +51,7 @@ class HandedLeaf:
 
 @dataclass
 class Edge:
-    """What one node hands to another.
+    """The values that one node hands to another.
 
     Attributes:
       giver, taker: the nodes.

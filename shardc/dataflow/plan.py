@@ -55,7 +55,7 @@ class PlannedFlow:
 
     @property
     def edges(self) -> list[Edge]:
-        """What nodes hand to one another."""
+        """The values that nodes hand to one another."""
         return self.built.edges
 
     @property
@@ -127,7 +127,8 @@ class PlannedFlow:
         return simulate(self.network, self.cost(seconds), self.link, rounds)
 
     def seconds_of(self, rounds: int, *, seconds: Mapping[str, float] | None = None) -> float:
-        """Seconds of so many rounds. A million take no longer to find than some hundreds."""
+        """Seconds of so many rounds. Where all actors wait for one another, a million take no longer to find than some
+        hundreds."""
         return seconds_of_rounds(self.network, self.cost(seconds), self.link, rounds)
 
     @cached_property

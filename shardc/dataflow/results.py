@@ -1,4 +1,4 @@
-"""What one run of a flow keeps and gives back."""
+"""Results of a run of a flow, and the values that it keeps meanwhile."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from shardc.runtime.actor import Span
 
 
 class Rounds(list[Any], Drawn):
-    """What each round of a run gave, in order. A recorded run can be drawn, planned above measured.
+    """The values that each round of a run gave, in order. A recorded run can be drawn, planned above measured.
 
     Attributes:
       pending: what delayed channels hold at the end, as a pytree of arrays; for `run(..., pending=)` to go on from.
@@ -52,7 +52,7 @@ class Rounds(list[Any], Drawn):
 
 
 class RunResults:
-    """What one run of a flow keeps: arguments that do not change, results that are returned.
+    """The values that one run of a flow keeps: arguments that do not change, results that are returned.
 
     Attributes:
       given: the arguments of each node that are known from the start.
@@ -113,7 +113,7 @@ class RunResults:
         self._logs = {(n, i): found[n.number, i] for n, i in self._logs}
 
     def past(self, rounds: int) -> dict[str, list[Any]]:
-        """What the rounds after so many return late, and what becomes state late in them."""
+        """The values that the rounds after so many return late, and those that become state late in them."""
         outs = self._built.outs
         return {
             name: [
@@ -148,7 +148,7 @@ class RunResults:
         return newest + 1, None if lost else leaves
 
     def given_in(self, rounds: int) -> Iterator[Any]:
-        """What each of the first rounds gave; None for a node that did not run in it."""
+        """The values that each of the first rounds gave; None for a node that did not run in it."""
         round, built = self._plan.round, self._built
         for r in range(rounds):
             pairs = enumerate(zip(round.outs, built.outs, strict=True))

@@ -412,7 +412,7 @@ def _first(x: Any) -> Any:
 
 
 class _Reader:
-    """What reads have in common.
+    """The common part of reads.
 
     Attributes:
       own: the change that it follows; None: none of its own.

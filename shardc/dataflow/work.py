@@ -1,4 +1,4 @@
-"""What the nodes of a round do: a function on a mesh, or Python on the host."""
+"""The work of the nodes of a round: a function on a mesh, or Python on the host."""
 
 from __future__ import annotations
 

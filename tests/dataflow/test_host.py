@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import sys
 import threading
 import time
 
@@ -130,6 +132,23 @@ def test_a_process_that_dies_is_started_again(add, tmp_path, monkeypatch):
     flow = flow_of(add, die_once, where="process")
     state, given = within(60, flow.run, X, [i * X for i in range(6)])
     flow.close()
+    assert (tmp_path / "died").exists()
+    np.testing.assert_array_equal(given, [2 * i * X for i in range(6)])
+    np.testing.assert_array_equal(state, 31 * X)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
+@pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")  # Ray starts its processes by a fork
+def test_an_actor_of_ray_that_dies_is_started_again(add, tmp_path):
+    ray = importlib.import_module("ray")
+    variables = {"PYTHONPATH": os.pathsep.join(sys.path), "SHARDC_TEST_DIED": str(tmp_path / "died")}
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, runtime_env={"env_vars": variables})
+    try:
+        flow = flow_of(add, die_once, where="ray")
+        state, given = within(120, flow.run, X, [i * X for i in range(6)])
+        flow.close()
+    finally:
+        ray.shutdown()
     assert (tmp_path / "died").exists()
     np.testing.assert_array_equal(given, [2 * i * X for i in range(6)])
     np.testing.assert_array_equal(state, 31 * X)
