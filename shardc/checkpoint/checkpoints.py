@@ -37,7 +37,14 @@ from shardc.checkpoint.steps import (
     tidy,
 )
 from shardc.checkpoint.targets import placed_like
-from shardc.errors import ArgumentError, CheckpointError, PeerLostError, all_offenders
+from shardc.errors import (
+    ArgumentError,
+    CheckpointError,
+    PeerLostError,
+    PipelineError,
+    all_offenders,
+    is_of_another_process,
+)
 from shardc.execute.process_group import settle_all
 from shardc.runtime import cluster
 from shardc.versions import VERSION
@@ -201,8 +208,8 @@ class Checkpoints:
     def run(
         self, one_step: Callable[[int, Any], Any], init: Any, *, steps: int, mesh: Any = None, placements: Any = None
     ) -> Any:
-        """Run a loop from its last checkpoint on, and again from the last common one when a peer was lost and started
-        again.
+        """Run a loop from its last checkpoint on, and again from the last common one when a peer was lost, or failed,
+        and was started again.
 
         Args:
           one_step: `one_step(i, state)` gives the next state, or that and a loss.
@@ -225,7 +232,9 @@ class Checkpoints:
                     self.step(i, state, loss=loss)
                 self._end(self._open_writer())  # while a loss can still be mended
                 return state
-            except PeerLostError as error:
+            except (PeerLostError, PipelineError) as error:
+                if not is_of_another_process(error):
+                    raise
                 self._meet(self._open_writer(), error)
 
     # -- several processes
@@ -333,7 +342,7 @@ class Checkpoints:
         self._group.together(self._name("tidy"), lambda: tidy(self.directory, self._newest) if is_first else None)
         self._is_tidy = True
 
-    def _meet(self, writer: Writer, lost: PeerLostError | None) -> None:
+    def _meet(self, writer: Writer, lost: PeerLostError | PipelineError | None) -> None:
         """Meet the other processes; after the loss of a peer, or if one is lost meanwhile, when it is started again.
 
         Raises:

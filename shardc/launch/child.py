@@ -16,14 +16,13 @@ import shutil
 import signal
 import sys
 import threading
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, NoReturn
 
 from shardc.arrays.buffers import allocate
-from shardc.errors import ClusterError, DisagreementError, PeerLostError
+from shardc.errors import ClusterError, DisagreementError, is_of_another_process
 from shardc.execute.process_group import settle_all
 from shardc.launch.job import Job
 from shardc.launch.output import write_all
@@ -138,17 +137,9 @@ def report_of(error: BaseException, text: str, code: int) -> dict[str, Any]:
         "code": code,
         "text": text,
         "why": why,
-        "follows": any(isinstance(e, PeerLostError) for e in _chain(error)),
+        "follows": is_of_another_process(error),
         "final": isinstance(error, SystemExit | KeyboardInterrupt | DisagreementError),
     }
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        yield error
-        error = error.__cause__ or error.__context__
 
 
 def error_text(error: BaseException) -> tuple[str, int]:

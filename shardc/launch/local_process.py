@@ -38,15 +38,24 @@ class Shows(Protocol):
 
 
 class ProcessHandle(Protocol):
-    """A process of the run, started here or by an agent, again and again."""
+    """A place where a process of the run is started, again and again: here, or on a host with an agent."""
 
     number: int
+
+    @property
+    def is_here(self) -> bool:
+        """Whether a process can be started now: its host is there."""
+        ...
+
+    def replace(self) -> None:
+        """Ask for another host in place of the lost one, where the launcher can."""
+        ...
 
     def start(self, job: Job) -> None:
         """Start the process. Its end is reported to the maker of this handle: number, start, return code.
 
         Raises:
-          ClusterError: it cannot be started again.
+          ClusterError: it cannot be started.
         """
         ...
 
@@ -68,9 +77,9 @@ class LocalProcess:
     """A process that runs a script on this machine, in a session of its own.
 
     Args:
-      number: of the process.
+      number: of its place.
       options: of the run: its script, and the file that the output is appended to.
-      screen: shows its output; None keeps only the tail of its standard error.
+      screen: shows its output while it is process 0 of the run; None never does.
       events: gets `("ended", number, start, return code)` at each end.
     """
 
@@ -78,7 +87,8 @@ class LocalProcess:
         self, number: int, options: RunOptions, screen: Shows | None, events: SimpleQueue[tuple[Any, ...]]
     ) -> None:
         self.number = number
-        self._script, self._screen, self._events = options.script, screen, events
+        self._script, self._screens, self._events = options.script, screen, events
+        self._screen: Shows | None = None
         self._log = options.log_of(number)
         self._ended = threading.Event()
         self._ended.set()
@@ -88,6 +98,13 @@ class LocalProcess:
         self._lock = threading.Lock()
         self._file = -1
 
+    @property
+    def is_here(self) -> bool:
+        return True
+
+    def replace(self) -> None:
+        """Do nothing: this machine is there."""
+
     def start(self, job: Job) -> None:
         self.kill()  # an agent may get a start before it has noticed that another one is over
         if not self.wait(_END_SECONDS):
@@ -96,6 +113,7 @@ class LocalProcess:
             pump.join(2.0)
         self._ended.clear()
         self._tail = Tail()
+        self._screen = None if job.config.me else self._screens
         self._open_log(job.start)
         job = replace(job, log=str(self._log.absolute()) if self._log else "")
         job_end, lifeline = os.pipe()
@@ -104,7 +122,7 @@ class LocalProcess:
             self._popen = subprocess.Popen(
                 [sys.executable, "-m", "shardc.launch.child", str(job_end), *self._script.command()],
                 env=self._script.environment(),
-                stdin=None if self.number == 0 else subprocess.DEVNULL,
+                stdin=subprocess.DEVNULL if job.config.me else None,
                 stdout=out[1],
                 stderr=err[1],
                 pass_fds=[job_end],

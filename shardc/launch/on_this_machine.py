@@ -34,7 +34,7 @@ def run_on_this_machine(options: RunOptions, processes: int) -> int:
         )
         try:
             job = options.job(processes, server.address, secret, str(private))
-            handles = [LocalProcess(p, options, screen if p == 0 else None, events) for p in range(processes)]
+            handles = [LocalProcess(p, options, screen, events) for p in range(processes)]
 
             def job_of(job: Job) -> Job:
                 me = job.config.me

@@ -18,6 +18,9 @@ class RunOptions:
 
     script: Script
     processes: int | None = None
+    """How many to start; the most of them if the run may go on with fewer."""
+    least: int | None = None
+    """How many the run may go on with; None: with no fewer."""
     islands: int = 1
     restarts: int = 0
     log: Path | None = None
@@ -34,9 +37,13 @@ class RunOptions:
         """The job of process 0 at its first start; the supervisor makes those of the others of it."""
         config = RunConfig(
             me=0, processes=processes, islands=self.islands, store=store, secret=secret, links="",
-            restarts=self.restarts, silence=self.silence, deadline=self.deadline,
+            restarts=self.restarts, silence=self.silence, deadline=self.deadline, least=self.least or 0,
         )  # fmt: skip
         return Job(config, private=private)
+
+    def missing(self, processes: int) -> tuple[int, float]:
+        """How many of so many hosts a run can begin without, and how many seconds it waits for these."""
+        return processes - (self.least or processes), self.silence
 
     def check(self, processes: int) -> None:
         """Raise ClusterError for options that do not fit so many processes."""
@@ -45,6 +52,8 @@ class RunOptions:
                 f"{processes} process{'es' * (processes != 1)} cannot form {self.islands} islands of one size: "
                 f"{processes} / {self.islands} is not a whole number. Give another --islands or --processes."
             )
+        if self.least is not None and self.least > processes:
+            raise ClusterError(f"--processes: at least {self.least} are asked for, and there are {processes}.")
 
 
 _EPILOG: Final = """\
@@ -65,7 +74,8 @@ def add_run(commands: Any) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = run.add_argument
-    add("--processes", type=_positive, metavar="N", help="start so many here; without it the cluster has started them")
+    processes = "start so many here, without it the cluster has started them; 2:4: go on with 2 if hosts are lost"
+    add("--processes", type=_processes, default=(None, None), metavar="N or LEAST:N", help=processes)
     add("--devices", type=_positive, metavar="D", help="CPU devices of each process; without it those that JAX finds")
     add(
         "--islands", type=_positive, default=1, metavar="K", help="independent JAX runtimes, for pipelines (default: 1)"
@@ -102,8 +112,9 @@ def read_options(args: argparse.Namespace) -> RunOptions:
             f"--secret: there is no file {args.secret}; make one with: openssl rand -hex 32 > {args.secret}"
         )
     script = Script(args.script, tuple(args.arguments), args.module, args.devices)
+    least, most = args.processes
     return RunOptions(
-        script, args.processes, args.islands, args.restarts, args.log, args.silence, args.deadline,
+        script, most, least, args.islands, args.restarts, args.log, args.silence, args.deadline,
         args.secret, args.bind, args.ray,
     )  # fmt: skip
 
@@ -112,6 +123,19 @@ def _number(text: str, least: int, wanted: str) -> int:
     if not text.isdecimal() or int(text) < least:
         raise argparse.ArgumentTypeError(f'"{text}" is not {wanted}')
     return int(text)
+
+
+def _processes(text: str) -> tuple[int | None, int | None]:
+    """The least number of processes, and the number to start: of `2:4`, of `4`, or under a cluster of `2:`."""
+    least, colon, most = text.rpartition(":")
+    wanted = "a number of processes, 4, or the least and the most, 2:4"
+    found = (
+        _number(least, 1, wanted) if colon else None,
+        _number(most, 1, wanted) if most or not colon else None,
+    )
+    if found[0] and found[1] and found[0] > found[1]:
+        raise argparse.ArgumentTypeError(f'"{text}": the least, {found[0]}, is more than the most, {found[1]}')
+    return found
 
 
 def _positive(text: str) -> int:

@@ -79,7 +79,7 @@ def _lead(
             agents.add(RemoteProcess(p, agents.notifier(p), events))
         code = INTERRUPTED
         try:
-            if agents.meet(options.deadline):
+            if agents.meet(options.deadline, *options.missing(found.processes)):
                 if file is not None:
                     file.unlink(missing_ok=True)
                 code = _supervise(options, options.job(found.processes, agents.server.address, secret), agents, prepare)

@@ -50,6 +50,7 @@ class RunConfig:
       restarts: how often lost processes are started again from now on.
       silence: seconds without a sign of life after which a process counts as lost.
       deadline: seconds to wait for a process that is alive but does not come.
+      least: how many processes the run may go on with if hosts are lost; 0: all of them.
     """
 
     me: int
@@ -62,6 +63,7 @@ class RunConfig:
     restarts: int = 0
     silence: float = 10.0
     deadline: float = 600.0
+    least: int = 0
 
     @property
     def per_island(self) -> int:

@@ -191,10 +191,18 @@ class Store(Connection):
     Args:
       on_event: called, in a thread of the store, with each notification of the server: `{"event": "text"}` when a text
         is set, `{"event": "gone"}` if the server ends.
+      silence: seconds for which the server's host may leave signs of life unacknowledged; None: as long as TCP tries. A
+        server that is only stopped is not silent.
     """
 
     def __init__(
-        self, address: str, secret: bytes, process: int, on_event: Callable[[Event], None], seconds: float = 60.0
+        self,
+        address: str,
+        secret: bytes,
+        process: int,
+        on_event: Callable[[Event], None],
+        seconds: float = 60.0,
+        silence: float | None = None,
     ) -> None:
         self.address = address
         self.status: Callable[[], str] = str
@@ -207,6 +215,8 @@ class Store(Connection):
         self._gone = False
         self._on_event = on_event
         super().__init__(dial(address, secret, {"process": process, "why": "store"}, seconds), "shardc store")
+        if silence is not None and self._sock.family != socket.AF_UNIX:
+            self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(silence * 1000))
         self.start()
 
     @property

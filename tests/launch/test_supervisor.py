@@ -37,6 +37,7 @@ class FakeProcess:
         self.cluster = None
         self.threads = []
         self.changed = threading.RLock()
+        self.is_here = True
 
     def start(self, job):
         self.alive = job
@@ -82,6 +83,9 @@ class FakeProcess:
 
     def wait(self, seconds):
         return True
+
+    def replace(self):
+        pass
 
     def tail(self):
         return []
@@ -167,7 +171,7 @@ def test_more_kills_than_restarts(tmp_path, capfd):
 
     def kill():
         for p in (0, 1, 2):
-            time.sleep(0.3)
+            time.sleep(1.0)  # losses at the same time are mended by one restart
             run.processes[p].kill()
 
     killer = threading.Thread(target=kill)
@@ -320,18 +324,19 @@ def test_who_is_started_again_hears_of_scripts_that_have_ended(tmp_path, capfd):
 def test_a_failure_that_waits_for_its_cause_is_no_loss_once_its_process_is_started_again(tmp_path, capfd):
     """Processes 0 and 1 are an island: both fail for the loss of process 2, whose restart was told before."""
     run = Run(tmp_path, lambda cluster: cluster.wait_to_leave(), 4, 2, 3)
-    supervisor, states = run.supervisor, run.supervisor._states
+    supervisor, places = run.supervisor, run.supervisor._places
+    supervisor._number(places)
     try:
         supervisor._start(range(4))
         follows = Failure(1, 1, "PeerLostError", when=time.monotonic(), follows=True)
         supervisor._lose(follows)
-        assert supervisor._followers == [follows]
+        assert supervisor._losses._failures == [follows]
         supervisor._epoch = 1
         supervisor._lose(replace(follows, process=0))  # it is behind: its island is started again
-        assert [s.start for s in states] == [2, 2, 1, 1] and supervisor._followers == []
+        assert [p.start for p in places] == [2, 2, 1, 1] and supervisor._losses._failures == []
         assert supervisor._restarts == 3
     finally:
-        supervisor._kill(range(4))
+        supervisor._kill(places)
         run.server.close()
 
 
@@ -350,9 +355,10 @@ class Host(RemoteProcess):
         self.agents.append(Store(self.address, SECRET, -1 - self.number, lambda event: None))
         self.agents[-1].report({"what": "here", "host": f"host {self.number}"})
 
+    def replace(self):
+        self.come()
+
     def start(self, job):
-        if not self.is_here:
-            self.come()
         super().start(job)
         self.configs.append(job.config)
         self.clients.append(Store(self.address, SECRET, self.number, lambda event: None))
@@ -387,7 +393,7 @@ def hosts(tmp_path, processes, islands, restarts=3, silence=60.0):
     running = threading.Thread(target=supervisor.run, daemon=True)
     running.start()
     try:
-        until(lambda: all(s.joined for s in supervisor._states))
+        until(lambda: len(supervisor._members) == processes and all(m.joined for m in supervisor._members))
         yield supervisor, made, events
     finally:
         events.put(("interrupt",))
