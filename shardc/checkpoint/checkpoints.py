@@ -354,7 +354,7 @@ class Checkpoints:
                     raise lost
                 writer.dismiss(SECONDS)
                 peers.rejoin()
-                _log.warning("%s\nThe run goes on from the last common checkpoint.", lost)
+                _log.warning("%s\nThe run goes on from the last common checkpoint.", str(lost).partition("\n")[0])
             try:
                 self._open()
                 return
@@ -398,9 +398,11 @@ class Checkpoints:
             self._prune()
 
     def _prune(self) -> None:
-        """Remove what is superfluous. The run does not end if that fails."""
+        """Remove what is superfluous, and report the last complete checkpoint. The run does not end if that fails."""
         try:
             prune(self.directory, self.keep)
+            for newest in list(folders_in(self.directory))[:1]:
+                self._progress.saved(newest)
         except OSError as error:
             _log.warning("an old checkpoint in %s could not be removed: %s", self.directory, error)
 

@@ -29,7 +29,7 @@ from shardc.runtime.store import Store, StoreServer
 
 _REFUSALS: Final = 3
 """Refused connections in a row after which the supervisor counts as ended: its host answers, and nobody listens."""
-_TRY_SECONDS: Final = 5.0
+_TRY_SECONDS: Final = 2.0
 """Seconds of one try to connect again."""
 _PAUSE: Final = 0.5
 """Seconds between two tries."""

@@ -63,6 +63,9 @@ class Losses:
     def add(self, failure: Failure) -> None:
         self._failures.append(failure)
 
+    def __bool__(self) -> bool:
+        return bool(self._failures)
+
     def is_due(self, now: float) -> bool:
         """Whether a failure has waited long enough."""
         return any(now >= f.when + (_CAUSE_SECONDS if f.follows else SETTLE) for f in self._failures)

@@ -42,9 +42,9 @@ class Goodput:
         return useful
 
     def text(self, now: float) -> str:
-        """The goodput as a line; empty if no step was seen, or nothing was lost."""
-        if not self.losses or not any(self._lives):
+        """The goodput as a line; empty if nothing was lost, or the run was too short to see its steps."""
+        useful, total = self.seconds(), now - self._began
+        if not self.losses or not useful:
             return ""
-        useful, total = self.seconds(), max(now - self._began, 1e-9)
         times = f"{self.losses} interruption{'s' * (self.losses != 1)}"
         return f"goodput {useful / total:.0%}: {useful:.0f} of {total:.0f} s went into steps that counted; {times}"

@@ -128,7 +128,7 @@ def _number(text: str, least: int, wanted: str) -> int:
 def _processes(text: str) -> tuple[int | None, int | None]:
     """The least number of processes, and the number to start: of `2:4`, of `4`, or under a cluster of `2:`."""
     least, colon, most = text.rpartition(":")
-    wanted = "a number of processes, 4, or the least and the most, 2:4"
+    wanted = "a whole number of 1 or more, or two, the least and the most: 2:4"
     found = (
         _number(least, 1, wanted) if colon else None,
         _number(most, 1, wanted) if most or not colon else None,

@@ -140,7 +140,7 @@ class Supervisor:
         return self._result()
 
     def _finished(self) -> bool:
-        over = self._leaving or self._over_at is not None
+        over = self._over_at is not None or (self._leaving and not self._losses)
         return over and not any(p.running for p in self._places)
 
     def _take(self, event: Event) -> None:
@@ -355,7 +355,7 @@ class Supervisor:
         config = self._job.config
         seconds = config.silence if self._least < len(self._places) else max(1.0, config.deadline - _EARLIER)
         self._wait = _Wait(cause, again, monotonic() + seconds)
-        self._say_restart(cause, f"it waits {seconds:g} s for its host")
+        self._say_restart(cause, f"waiting up to {seconds:g} s for its host")
 
     def _catch_up(self, failure: Failure) -> None:
         """Start a process again that has not noticed the last restart. This is no loss of its own."""
@@ -424,6 +424,7 @@ class Supervisor:
         """Handle Ctrl-C: interrupt all processes; the second time kill them."""
         self._over_at = monotonic() + (0 if self._interrupted else _INTERRUPT_GRACE)
         self._interrupted = True
+        self._failures += self._losses.take()
         self._kill(p for p in self._places if p.running and not p.joined)
         for place in self._places:
             if place.running:

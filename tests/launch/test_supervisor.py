@@ -361,7 +361,7 @@ class Host(RemoteProcess):
     def start(self, job):
         super().start(job)
         self.configs.append(job.config)
-        self.clients.append(Store(self.address, SECRET, self.number, lambda event: None))
+        self.clients.append(Store(self.address, SECRET, job.config.me, lambda event: None))
         self.clients[-1].report({"what": "joined", "start": job.start})
 
     def _obey(self, event):
@@ -370,7 +370,7 @@ class Host(RemoteProcess):
 
 
 @contextmanager
-def hosts(tmp_path, processes, islands, restarts=3, silence=60.0):
+def hosts(tmp_path, processes, islands, restarts=3, silence=60.0, **config):
     """A supervisor whose processes are on hosts of their own, running in a thread; each process does nothing."""
     events, made = SimpleQueue(), []
 
@@ -388,7 +388,9 @@ def hosts(tmp_path, processes, islands, restarts=3, silence=60.0):
     for p in range(processes):
         made.append(Host(p, events, server.address))
         made[p].come()
-    config = RunConfig(0, processes, islands, server.address, SECRET, "", 0, restarts, silence=silence, deadline=60.0)
+    config = RunConfig(
+        0, processes, islands, server.address, SECRET, "", 0, restarts, silence=silence, **{"deadline": 60.0, **config}
+    )
     supervisor = Supervisor(Job(config), made, Screen(), lambda job: job, server, events)
     running = threading.Thread(target=supervisor.run, daemon=True)
     running.start()
@@ -444,3 +446,96 @@ def test_the_connection_of_an_earlier_start_condemns_no_new_one(tmp_path, capfd)
         time.sleep(3.5)
         assert [s.epoch for s in made[1].configs] == [0, 1]
     assert capfd.readouterr().err.count("no sign of life for 2 s") == 1
+
+
+# ---- hosts that come back, and runs that go on with fewer
+
+
+def stays_lost(host):
+    """Nothing starts another agent for this host."""
+    host.replace = lambda: None
+    return host
+
+
+def sizes(host):
+    return [(c.epoch, c.me, c.processes, c.islands) for c in host.configs]
+
+
+def test_a_restart_waits_for_its_host(tmp_path, capfd):
+    with hosts(tmp_path, 2, 2) as (_, made, _events):
+        stays_lost(made[1]).agents[0].close()
+        until(lambda: "waiting" in capfd.readouterr().err)
+        time.sleep(0.5)
+        assert sizes(made[1]) == [(0, 1, 2, 2)]
+        made[1].come()
+        until(lambda: sizes(made[1]) == [(0, 1, 2, 2), (1, 1, 2, 2)])
+    assert sizes(made[0]) == [(0, 0, 2, 2)]
+    assert "host host is there; 1 process started\n" in capfd.readouterr().err
+
+
+def test_a_run_ends_when_a_host_does_not_come_back(tmp_path, capfd):
+    with hosts(tmp_path, 2, 2, deadline=2.0) as (supervisor, made, _events):
+        stays_lost(made[1]).agents[0].close()
+        until(lambda: supervisor._over_at is not None, 10)
+        assert supervisor._failures[0].why == "the launcher of its host is lost, and its host does not come back"
+
+
+@pytest.mark.parametrize(
+    ("processes", "islands", "lost", "left"),
+    [
+        (3, 1, 1, {0: (0, 2, 1), 2: (1, 2, 1)}),
+        (3, 3, 0, {1: (0, 2, 2), 2: (1, 2, 2)}),
+        (6, 3, 3, {0: (0, 4, 2), 1: (1, 4, 2), 2: (2, 4, 2), 4: (3, 4, 2)}),  # islands of two: host 5 waits
+    ],
+)
+def test_a_run_goes_on_with_fewer_and_grows_again(tmp_path, capfd, processes, islands, lost, left):
+    with hosts(tmp_path, processes, islands, silence=2.0, least=2) as (_, made, _events):
+        stays_lost(made[lost]).agents[0].close()
+        until(lambda: all(len(made[p].configs) == 2 for p in left), 10)
+        assert {p: sizes(made[p])[1][1:] for p in left} == left
+        number = next(iter(left.values()))[1]
+        err = capfd.readouterr().err
+        assert f"process {lost} is lost (the launcher of its host is lost); waiting up to 2 s for its host" in err
+        assert f"and its host does not come back; the run goes on with {number} processes" in err
+        made[lost].come()
+        until(lambda: "is there; the run takes it at its next checkpoint" in capfd.readouterr().err)
+        first = made[next(iter(left))]
+        first.clients[-1].status = lambda: '{"step": 7, "saved": 5}'
+        until(lambda: all(len(h.configs) >= 2 and h.configs[-1].processes == processes for h in made), 10)
+        assert [h.configs[-1].me for h in made] == list(range(processes))
+        assert {h.configs[-1].islands for h in made} == {islands}
+    assert f"the run goes on with {processes} processes from the checkpoint of step 5" in capfd.readouterr().err
+
+
+def test_too_few_hosts_end_the_run(tmp_path, capfd):
+    with hosts(tmp_path, 3, 1, silence=2.0, least=3 - 1) as (supervisor, made, _events):
+        for host in made[1:]:
+            stays_lost(host).agents[0].close()
+        until(lambda: supervisor._over_at is not None, 10)
+        assert "its host does not come back" in supervisor._failures[0].why
+
+
+def test_a_process_that_fails_without_a_restart_is_left_out(tmp_path, capfd):
+    """Its place is not taken again: the fault may be the place's."""
+
+    def script(cluster):
+        cluster.gather("all", "")
+        if cluster.processes == 3 and cluster.me == 1:
+            raise OSError("no disk")
+        cluster.gather("rest", "")
+
+    run = Run(tmp_path, script, 3, 1, 0, least=2)
+    assert run() == 0
+    assert [p.process for p in run.supervisor._places] == [0, -1, 1]
+    err = capfd.readouterr().err
+    assert "process 1 is lost (OSError: no disk), and no restart is left; the run goes on with 2 processes\n" in err
+
+
+def test_several_losses_of_one_cause_are_one_restart(tmp_path, capfd):
+    """Two hosts that are lost together, as by a switch."""
+    with hosts(tmp_path, 3, 3, restarts=1) as (_, made, _events):
+        for host in made[1:]:
+            host.lost()
+        until(lambda: all(len(h.configs) == 2 for h in made[1:]))
+        assert [c.epoch for c in made[0].configs] == [0]
+    assert capfd.readouterr().err.count("is lost (") == 1
