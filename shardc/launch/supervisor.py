@@ -229,6 +229,8 @@ class Supervisor:
         self._wait = None
         self._kill(p for p in self._places if p.running)
         self._losses.take()
+        for process in range(len(self._members)):
+            self._server.drop(process)
         self._number(places)
         self._epoch += 1
         self._goodput.interrupt()
