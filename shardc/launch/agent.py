@@ -35,11 +35,13 @@ _PAUSE: Final = 0.5
 """Seconds between two tries."""
 _log: Final = logging.getLogger("shardc")
 _BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
+_NETWORK: Final = Path("/proc/self/ns/net")
 
 
 def host_id() -> str:
-    """A unique name of this host or container."""
-    return f"{platform.node()} {_BOOT.read_text().strip() if _BOOT.exists() else ''}"
+    """A unique name of this host or container. Processes with the same name share a loopback address."""
+    boot = _BOOT.read_text().strip() if _BOOT.exists() else ""
+    return f"{platform.node()} {boot} {_NETWORK.readlink() if _NETWORK.is_symlink() else ''}"
 
 
 # -- on the side of the supervisor

@@ -123,7 +123,7 @@ class _RayRun:
         server = self._agents.server
         job = self._options.job(self._processes, server.address, self._secret)
         remotes = list(self._agents.remotes.values())
-        return Supervisor(job, remotes, self._screen, lambda job: job, server, self._events).run()
+        return Supervisor(job, remotes, self._screen, lambda job, place: job, server, self._events).run()
 
 
 class _Actor:

@@ -29,17 +29,20 @@ class RunOptions:
     secret: Path | None = None
     bind: str | None = None
     ray: bool = False
+    hosts: str | None = None
+    host: int | None = None
+    at: str | None = None
 
     def log_of(self, process: int) -> Path | None:
         return self.log / f"process-{process}.log" if self.log else None
 
-    def job(self, processes: int, store: str, secret: bytes, private: str = "") -> Job:
+    def job(self, processes: int, store: str, secret: bytes) -> Job:
         """The job of process 0 at its first start; the supervisor makes those of the others of it."""
         config = RunConfig(
             me=0, processes=processes, islands=self.islands, store=store, secret=secret, links="",
             restarts=self.restarts, silence=self.silence, deadline=self.deadline, least=self.least or 0,
         )  # fmt: skip
-        return Job(config, private=private)
+        return Job(config)
 
     def missing(self, processes: int) -> tuple[int, float]:
         """How many of so many hosts a run can begin without, and how many seconds it waits for these."""
@@ -57,7 +60,8 @@ class RunOptions:
 
 
 _EPILOG: Final = """\
-examples: python -m shardc run --processes 2 --devices 4 train.py --steps 100
+examples: python -m shardc run --hosts a,b train.py --steps 100
+          python -m shardc run --processes 2 --devices 4 train.py --steps 100
           srun python -m shardc run train.py --steps 100
 """
 
@@ -68,14 +72,18 @@ def add_run(commands: Any) -> argparse.ArgumentParser:
         "run",
         help="run a script in several processes",
         usage="python -m shardc run [options] [-m] script [arguments ...]",
-        description="Runs the same script in several processes: on this machine, or under Slurm, Open MPI, Kubernetes "
-        "or Ray.",
+        description="Runs the same script in several processes: on this machine, on hosts that ssh reaches, or under "
+        "Slurm, Open MPI, Kubernetes or Ray.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = run.add_argument
-    processes = "start so many here, without it the cluster has started them; 2:4: go on with 2 if hosts are lost"
+    processes = "start so many, here or on all --hosts, without it the cluster has started them; 2:4: go on with 2"
     add("--processes", type=_processes, default=(None, None), metavar="N or LEAST:N", help=processes)
+    hosts = "start on these hosts by ssh; a number N: this host is one of N, and --host and --at say the rest"
+    add("--hosts", metavar="A,B", help=hosts)
+    add("--host", type=_count, metavar="I", help="with --hosts N: the number of this host, from 0")
+    add("--at", type=_address, metavar="ADDRESS:PORT", help="with --hosts N: an address of host 0, and a port there")
     add("--devices", type=_positive, metavar="D", help="CPU devices of each process; without it those that JAX finds")
     add(
         "--islands", type=_positive, default=1, metavar="K", help="independent JAX runtimes, for pipelines (default: 1)"
@@ -111,11 +119,15 @@ def read_options(args: argparse.Namespace) -> RunOptions:
         raise ClusterError(
             f"--secret: there is no file {args.secret}; make one with: openssl rand -hex 32 > {args.secret}"
         )
+    if args.hosts is None and (args.at or args.host is not None):
+        raise ClusterError("--host and --at need the number of hosts: --hosts N.")
+    if args.hosts is not None and args.ray:
+        raise ClusterError("--hosts and --ray exclude each other.")
     script = Script(args.script, tuple(args.arguments), args.module, args.devices)
     least, most = args.processes
     return RunOptions(
         script, most, least, args.islands, args.restarts, args.log, args.silence, args.deadline,
-        args.secret, args.bind, args.ray,
+        args.secret, args.bind, args.ray, args.hosts, args.host, args.at,
     )  # fmt: skip
 
 
@@ -144,6 +156,13 @@ def _positive(text: str) -> int:
 
 def _count(text: str) -> int:
     return _number(text, 0, "a whole number of 0 or more")
+
+
+def _address(text: str) -> str:
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal():
+        raise argparse.ArgumentTypeError(f'"{text}" is not an address with a port, such as a:4711')
+    return text
 
 
 def _seconds(text: str) -> float:

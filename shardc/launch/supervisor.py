@@ -89,7 +89,7 @@ class Supervisor:
       job: of process 0 in epoch 0, for a run on all places; the others' differ in number, links and log.
       handles: of the places, in order.
       screen: where failures and restarts are printed.
-      job_of: completes the job of a process at a start: links and log.
+      job_of: completes the job of a process at a start in a place, by its number: links and log.
       server: the store; its reports come as events.
       events: what has happened.
     """
@@ -99,7 +99,7 @@ class Supervisor:
         job: Job,
         handles: Sequence[ProcessHandle],
         screen: Screen,
-        job_of: Callable[[Job], Job],
+        job_of: Callable[[Job, int], Job],
         server: StoreServer,
         events: SimpleQueue[Event],
     ) -> None:
@@ -262,7 +262,7 @@ class Supervisor:
             self._server.drop(p)  # the connection of its last start, if it stays open, says nothing about this one
             job = replace(self._job, config=replace(config, me=p), start=place.start)
             try:
-                place.handle.start(self._job_of(job))
+                place.handle.start(self._job_of(job, place.handle.number))
             except (ClusterError, OSError) as error:
                 place.running = False
                 self._give_up([Failure(p, 1, f"it cannot be started: {error}", when=monotonic())])

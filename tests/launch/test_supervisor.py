@@ -102,7 +102,7 @@ class Run:
             0, processes, islands, self.server.address, SECRET, "", 0, restarts, **{"deadline": 20.0, **config}
         )
 
-        def job_of(job):
+        def job_of(job, place):
             return replace(job, config=replace(job.config, links=f"unix:{tmp_path}/{next(numbers)}"))
 
         self.processes = [FakeProcess(p, script, self.events) for p in range(processes)]
@@ -391,7 +391,7 @@ def hosts(tmp_path, processes, islands, restarts=3, silence=60.0, **config):
     config = RunConfig(
         0, processes, islands, server.address, SECRET, "", 0, restarts, silence=silence, **{"deadline": 60.0, **config}
     )
-    supervisor = Supervisor(Job(config), made, Screen(), lambda job: job, server, events)
+    supervisor = Supervisor(Job(config), made, Screen(), lambda job, place: job, server, events)
     running = threading.Thread(target=supervisor.run, daemon=True)
     running.start()
     try:
