@@ -9,6 +9,8 @@ from typing import Any, Final
 
 _FATE: Final = "JAX distributed service detected fatal errors"
 """Text that jaxlib prints when it ends a process because another one died."""
+_OTHER_CALL: Final = "gloo::EnforceNotMet"
+"""Text that Gloo prints when it ends a process because another one came to a collective with another size."""
 _HEAD_START: Final = 0.5
 """Seconds subtracted from the time of a death: other processes see its closed connections before the launcher sees
 its end."""
@@ -44,9 +46,14 @@ class Failure:
         return any(_FATE in line for line in self.tail)
 
     @property
+    def is_of_gloo(self) -> bool:
+        """Whether Gloo ended this process; what the processes differ in, another one may say."""
+        return self.code == 128 + signal.SIGABRT and any(_OTHER_CALL in line for line in self.tail)
+
+    @property
     def order(self) -> tuple[bool, float]:
         """Sort key of failures: the smallest is the cause of the end of the run."""
-        return self.follows or self.is_fate, self.when - _HEAD_START * (
+        return self.follows or self.is_fate or self.is_of_gloo, self.when - _HEAD_START * (
             self.why.startswith("killed") and self.code != 128 + signal.SIGABRT
         )
 

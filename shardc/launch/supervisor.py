@@ -7,6 +7,7 @@ started -> joined -> done -> asked to leave -> ended         all well
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -49,7 +50,9 @@ class _State:
     running: bool = False
     joined: bool = False
     ended: Mapping[str, Any] | None = None
-    """The event that its script has ended."""
+    """The calls that its script had made when it ended."""
+    told: bool = False
+    """Whether the scripts that still run know of its end."""
     killed: bool = False
     """Whether the supervisor has killed it because another process failed."""
     why: str = ""
@@ -129,8 +132,8 @@ class Supervisor:
         match said["what"]:
             case "joined":
                 state.joined = True
-                for ended in (s.ended for s in self._states if s.ended is not None):
-                    self._server.notify(p, ended)  # else only those hear of it that were there
+                for other in self._states:
+                    other.told = False  # else only those hear of ends that were there
             case "done":
                 self._ended_well(p, said["calls"])
             case _:
@@ -144,11 +147,23 @@ class Supervisor:
         if self._is_behind(p):  # it has not noticed a loss, and those that were started again wait for it
             self._restart(Failure(p, 0, "its script ended before it noticed a loss"), counts=False)
             return
-        state.ended = {"event": "done", "process": p, "epoch": self._epoch, "calls": calls}
-        self._server.notify_all(state.ended)  # nobody waits for it any more
+        state.ended, state.told = calls, False
         if all(s.ended is not None for s in self._states):
             self._leaving = True
             self._server.notify_all({"event": "leave"})
+
+    def _tell_ended(self) -> None:
+        """Tell the scripts that still run which others have ended: nobody waits for these any more."""
+        ended: dict[str, list[int]] = {}
+        for p, state in enumerate(self._states):
+            if state.ended is not None and not state.told:
+                state.told = True
+                ended.setdefault(json.dumps(state.ended), []).append(p)
+        for calls, processes in ended.items():
+            event = {"event": "done", "processes": processes, "epoch": self._epoch, "calls": json.loads(calls)}
+            for p, state in enumerate(self._states):
+                if state.ended is None:
+                    self._server.notify(p, event)
 
     # -- starts
 
@@ -198,7 +213,7 @@ class Supervisor:
             self._failures.append(failure)
         elif self._is_stale(failure):
             self._restart(failure, counts=False)
-        elif failure.follows and monotonic() < failure.when + _CAUSE_SECONDS:
+        elif self._may_follow(failure) and monotonic() < failure.when + _CAUSE_SECONDS:
             self._followers.append(failure)
         elif self._leaving or failure.final or not self._restarts:
             self._report_loss(failure)
@@ -206,6 +221,9 @@ class Supervisor:
         else:
             self._report_loss(failure)
             self._restart(failure, counts=True)
+
+    def _may_follow(self, failure: Failure) -> bool:
+        return failure.follows or self._with_tail(failure).is_of_gloo
 
     def _report_loss(self, failure: Failure) -> None:
         self._server.notify_all({"event": "lost", "process": failure.process, "why": failure.why})
@@ -293,6 +311,7 @@ class Supervisor:
         if now - self._looked >= BEAT:
             self._looked = now
             self._look_for_silence(now)
+            self._tell_ended()
             self._screen.live(status_text(self._server.statuses()))
 
     def _look_for_silence(self, now: float) -> None:
