@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
@@ -72,21 +73,7 @@ class Group:
         Raises:
           CheckpointError: in every process, if the work of one failed.
         """
-        failed: BaseException | None = None
-        result: list[T] = []
-        try:
-            result.append(work())
-        except (ShardcError, OSError) as error:
-            failed = error
-        said = self.gather(name, "" if failed is None else str(failed))
-        if isinstance(failed, ShardcError):
-            raise failed
-        if failed is not None:
-            raise CheckpointError(f"{name}: {failed}") from failed
-        other = next((p for p, text in enumerate(said) if text), None)
-        if other is not None:
-            raise CheckpointError(f"process {other}: {said[other]}")
-        return result[0]
+        return self._all_do(name, work, lambda _: "")[0]
 
     def from_first(self, name: str, work: Callable[[], str]) -> str:
         """Run `work` in process 0 and return its text in every process.
@@ -94,8 +81,26 @@ class Group:
         Raises:
           CheckpointError: in every process, if `work` failed in process 0.
         """
-        made = self.together(name, work if self.me == 0 else str)
-        return self.gather(f"{name}: result", made)[0]
+        return self._all_do(name, work if self.me == 0 else str, str)[1]
+
+    def _all_do(self, name: str, work: Callable[[], T], text: Callable[[T], str]) -> tuple[T, str]:
+        """The result of `work`, which every process does, and the text of that of process 0."""
+        failed: BaseException | None = None
+        result: list[T] = []
+        try:
+            result.append(work())
+        except (ShardcError, OSError) as error:
+            failed = error
+        here = {"made": text(result[0])} if failed is None else {"failed": str(failed)}
+        said = [json.loads(each) for each in self.gather(name, json.dumps(here))]
+        if isinstance(failed, ShardcError):
+            raise failed
+        if failed is not None:
+            raise CheckpointError(f"{name}: {failed}") from failed
+        other = next((p for p, each in enumerate(said) if "failed" in each), None)
+        if other is not None:
+            raise CheckpointError(f"process {other}: {said[other]['failed']}")
+        return result[0], said[0]["made"]
 
 
 def group_of(peers: ClusterPeers | None) -> Group:

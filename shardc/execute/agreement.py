@@ -1,13 +1,15 @@
 """The agreement of processes on one executable: they run the same program, on equal values where these are whole.
 
 first call     function, arguments, values, machine, releases, settings and plan are compared before it runs
-later calls    checksums of values that are given whole go to the others, and are compared when the next call begins
+later calls    the function, its plan and checksums of values that are given whole go to the others: another call of
+               theirs is an error at once, another value when the next call begins
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from jax.sharding import Mesh
@@ -69,9 +71,11 @@ class Agreement:
             group.agree(f"{name}, first call", self._facts(arrays), where_known=not self._placed)
             self._agreed, self._calls = group, 1
             return
-        facts = _value_facts(paths, arrays)
-        if facts or not self._placed:  # a stage that waits for another process learns what that one calls
-            group.compare(f"{name}, call {self._calls}", facts)
+        group.compare(f"{name}, call {self._calls}", _value_facts(paths, arrays), self._digest_text)
+
+    @cached_property
+    def _digest_text(self) -> str:
+        return f"digest {self._digest()}"
 
     def agree_on_plan(self) -> None:
         """Agree on the plan alone: before it is compiled, which may be long before the first call.
@@ -99,7 +103,7 @@ class Agreement:
             **_rank_facts(self.plan),
             "the mesh": ", ".join(f"{a}={n}" for a, n in mesh.axes),
             "the machine (topology or calibration)": f"{mesh.topology.kind}, digest {machine}",
-            "the plan": f"digest {self._digest()}",
+            "the plan": self._digest_text,
         }
 
 

@@ -125,8 +125,8 @@ def _awaited(expected: Expected, seconds: float) -> Packed:
     while (left := until - monotonic()) > _LOOK and not expected.is_there:
         with suppress(ClusterError):  # not yet; if it fails, `get` says so again
             return expected.get(_LOOK)
-        if not expected.is_there and (group := group_of_run()) is not None:
-            group.refuse_ended("the last call")
+        if not expected.is_there:
+            _look()
     return expected.get(max(0.0, left))
 
 

@@ -1,16 +1,19 @@
 """The processes that run one program together: what they exchange besides it, and what they must agree on.
 
-With a cluster (`python -m shardc run`) it gathers their texts, without waiting where that is possible. Without one, if
-the user has called `jax.distributed.initialize`, only what has to be waited for is gathered, by a collective of JAX.
+With a cluster (`python -m shardc run`) it gathers their texts, without waiting where that is possible. A process that
+makes another call than the others raises before it launches it, if it knows; else the thread of the signs of life finds
+it, which looks at gatherings that are not finished. Without a cluster, if the user has called
+`jax.distributed.initialize`, only what has to be waited for is gathered, by a collective of JAX.
 """
 
 from __future__ import annotations
 
 import json
 import zlib
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
-from typing import Any
+from functools import lru_cache, partial
+from typing import Any, Final, NamedTuple
 from weakref import WeakSet
 
 import jax
@@ -20,11 +23,16 @@ from jax.experimental import multihost_utils
 
 from shardc import compat
 from shardc.arrays.placed import is_placed
+from shardc.errors import ClusterError, DisagreementError
 from shardc.machine.devices import is_far
 from shardc.passes.trace.trace import is_number, settings
 from shardc.runtime import cluster as clusters
-from shardc.runtime.cluster import Cluster, Gathering, refuse_unlike
+from shardc.runtime.cluster import Cluster, members_text, refuse_unlike
+from shardc.runtime.gathering import Gathering
 from shardc.versions import VERSION
+
+_AHEAD: Final = 16
+"""The most calls without facts that a process is ahead of the others."""
 
 
 class ProcessGroup:
@@ -41,8 +49,8 @@ class ProcessGroup:
     def __init__(self, members: Sequence[int], cluster: Cluster | None) -> None:
         self.members = tuple(members)
         self._cluster, self._epoch = cluster, 0 if cluster is None else cluster.epoch
-        self._open: tuple[Gathering, str] | None = None
-        self._name = f"calls of {','.join(map(str, members))}"
+        self._open: deque[_Comparison] = deque()
+        self._name = f"calls of {members_text(members)}"
         """The name by which the cluster counts these calls: a process whose script has ended makes no further ones."""
 
     @property
@@ -68,7 +76,9 @@ class ProcessGroup:
             texts = gather_by_jax(text)
         else:
             texts = [text] * len(self.members)
-        return self._facts(what, texts)
+        said = dict(zip(self.members, texts, strict=True))
+        self._refuse_other_calls(what, said)
+        return [json.loads(text)["facts"] for text in texts]
 
     def agree(self, what: str, facts: Mapping[str, str], where_known: bool = False) -> None:
         """Make sure that all members make the same call with the same facts. Waits for them.
@@ -85,52 +95,101 @@ class ProcessGroup:
             said = [{fact: text for fact, text in each.items() if fact in known} for each in said]
         refuse_unlike(what, self.members, said)
 
-    def compare(self, what: str, facts: Mapping[str, str]) -> None:
-        """Do `agree` without waiting: if the facts differ, the next call of any method raises."""
-        self.settle()
-        if self._cluster is not None:
-            self._open = self._begin(self._cluster, what, _call_text(what, facts)), what
+    def compare(self, what: str, facts: Mapping[str, str], program: str = "") -> None:
+        """Do `agree` for a call that is launched next, without waiting: if facts differ, a later call of a method
+        raises, the next one of `compare` at the latest.
+
+        Args:
+          what: the call.
+          facts: of this process, by name.
+          program: a digest of what it launches.
+
+        Raises:
+          DisagreementError: a process that came first makes another call; or the facts of an earlier one differed.
+        """
+        while self._open and (self._open[0].has_facts or self._open[0].call.is_complete or len(self._open) == _AHEAD):
+            self._settle_first()
+        if self._cluster is None:
+            return
+        call = self._begin(self._cluster, what, _call_text(what, facts, program), compared=True)
+        self._open.append(_Comparison(what, call, bool(facts)))
+        if call.differs:
+            try:
+                self._refuse_other_calls(what, call.texts)
+            except DisagreementError:
+                self._open.rotate(1)
+                self._settle_first()  # says it again, of all processes if it can
+                raise
 
     def settle(self) -> None:
-        """Finish the last `compare`: wait for the facts of the others.
+        """Finish all comparisons: wait for the facts of the others.
 
         Raises:
           DisagreementError: they differed.
         """
-        if self._open is not None and self._cluster is not None:
-            (call, what), self._open = self._open, None
-            texts = self._cluster.finish_gather(call)
-            if len(set(texts)) > 1:
-                refuse_unlike(what, self.members, self._facts(what, texts))
+        while self._open:
+            self._settle_first()
 
     def look(self) -> None:
-        """Do `settle`, if that needs no wait.
+        """Finish comparisons, as far as that needs no wait.
 
         Raises:
-          ClusterError: the script of a member has ended, so that it will never make the last call.
+          DisagreementError: they differed; or a process makes another call, or its script has ended without the call.
         """
-        if self._open is not None and self._cluster is not None:
-            if self._cluster.is_gathered(self._open[0]):
-                self.settle()
-            else:
-                self.refuse_ended(self._open[1])
+        while self._open and self._open[0].call.is_complete:
+            self._settle_first()
+        error = None if self._cluster is None else self._cluster.error_of([each.call for each in self._open])
+        if error is not None:
+            self._drop_open()
+            raise error
 
-    def refuse_ended(self, what: str) -> None:
-        """Raise ClusterError if the scripts of members have ended that have made fewer calls than this process."""
-        if self._cluster is not None:
-            self._cluster.refuse_ended(self.members, self._name, f"at {what}")
+    def _settle_first(self) -> None:
+        what, call, _ = self._open.popleft()
+        assert self._cluster is not None
+        try:
+            texts = self._cluster.finish_gather(call)
+            if call.differs:
+                self._refuse_unlike(what, dict(zip(self.members, texts, strict=True)))
+        except ClusterError:
+            self._drop_open()
+            raise
 
-    def _begin(self, cluster: Cluster, what: str, text: str) -> Gathering:
-        return cluster.begin_gather(self._name, text, self.members, f"at {what}")
+    def _drop_open(self) -> None:
+        while self._open and self._cluster is not None:
+            self._cluster.drop_gather(self._open.popleft().call)
 
-    def _facts(self, what: str, texts: Sequence[str]) -> list[dict[str, str]]:
-        said: list[dict[str, Any]] = [json.loads(t) for t in texts]
-        refuse_unlike(what, self.members, [{"the call": each["call"]} for each in said])
-        return [each["facts"] for each in said]
+    def _begin(self, cluster: Cluster, what: str, text: str, compared: bool = False) -> Gathering:
+        refuse = self._refuse_unlike if compared else self._refuse_other_calls
+        return cluster.begin_gather(self._name, text, self.members, f"at {what}", partial(refuse, what))
+
+    def _refuse_other_calls(self, what: str, texts: Mapping[int, str]) -> None:
+        """Raise DisagreementError if these processes do not make the same call, or not with the same program."""
+        said = [json.loads(text) for text in texts.values()]
+        for fact in ("the call", "the plan"):
+            refuse_unlike(what, list(texts), [{fact: each[fact]} for each in said])
+
+    def _refuse_unlike(self, what: str, texts: Mapping[int, str]) -> None:
+        """Do `_refuse_other_calls`; of the texts of all members compare the facts too."""
+        self._refuse_other_calls(what, texts)
+        if len(texts) == len(self.members):
+            refuse_unlike(what, self.members, [json.loads(text)["facts"] for text in texts.values()])
 
 
-def _call_text(what: str, facts: Mapping[str, str]) -> str:
-    return json.dumps({"call": what, "facts": facts})
+class _Comparison(NamedTuple):
+    """A comparison that is not finished.
+
+    Attributes:
+      what, call: the call, and the gathering of its facts.
+      has_facts: whether it has some: the next call waits for it.
+    """
+
+    what: str
+    call: Gathering
+    has_facts: bool
+
+
+def _call_text(what: str, facts: Mapping[str, str], program: str = "") -> str:
+    return json.dumps({"the call": what, "the plan": program, "facts": facts})
 
 
 def gather_by_jax(text: str) -> list[str]:

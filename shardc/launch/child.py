@@ -21,8 +21,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, NoReturn
 
+import jax
+
 from shardc.arrays.buffers import allocate
-from shardc.errors import ClusterError, DisagreementError, is_of_another_process
+from shardc.errors import ClusterError, DisagreementError, StepFailedError, is_of_another_process
 from shardc.execute.process_group import settle_all
 from shardc.launch.job import Job
 from shardc.launch.output import write_all
@@ -31,6 +33,7 @@ from shardc.runtime import cluster as runs
 from shardc.runtime.cluster import Cluster
 
 _ACKNOWLEDGE_SECONDS: Final = 5.0
+_CAUSE_SECONDS: Final = 1.0
 
 _log: Final = logging.getLogger("shardc")
 
@@ -49,6 +52,7 @@ def main() -> None:
     except ClusterError as error:
         sys.exit(f"process {job.config.me} cannot join the run: {error}")
     cluster.on_orphaned = lambda: _orphaned(job)
+    cluster.on_wrong = lambda error: fail(cluster, job, error.with_traceback(_where_main_is()))
     atexit.register(runs.leave)
     try:
         cluster.store.report({"what": "joined", "start": job.start})
@@ -58,7 +62,7 @@ def main() -> None:
         settle_all()  # the values of the last call
     except BaseException as error:  # noqa: BLE001 - reported to the launcher; Python's own end would wait in a barrier
         if not (isinstance(error, SystemExit) and error.code in (None, 0)):
-            fail(cluster, job, error)
+            fail(cluster, job, _cause(cluster, error))
     _end(cluster, job)
 
 
@@ -111,9 +115,28 @@ def _end(cluster: Cluster, job: Job) -> None:
 
 # -- failures
 
+_failing: Final = threading.Lock()
+
+
+def _cause(cluster: Cluster, error: BaseException) -> BaseException:
+    """An error, or what caused it: a collective whose members come from other calls fails with words of its own."""
+    if not isinstance(error, StepFailedError | jax.errors.JaxRuntimeError) or is_of_another_process(error):
+        return error
+    found = cluster.error_within(_CAUSE_SECONDS)
+    return error if found is None else found.with_traceback(error.__traceback__)
+
+
+def _where_main_is() -> TracebackType | None:
+    """The traceback of an error that the main thread would raise where it is."""
+    frame, trace = sys._current_frames().get(threading.main_thread().ident or 0), None  # pyright: ignore[reportPrivateUsage]
+    while frame is not None:
+        frame, trace = frame.f_back, TracebackType(trace, frame, frame.f_lasti, frame.f_lineno)
+    return trace
+
 
 def fail(cluster: Cluster, job: Job, error: BaseException) -> NoReturn:
-    """Report an error to the launcher, and end at once."""
+    """Report an error to the launcher, and end at once. Of several threads the first one does."""
+    _failing.acquire()
     text, code = error_text(error)
     _flush()
     if job.log and text:

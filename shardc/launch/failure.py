@@ -9,6 +9,8 @@ from typing import Any, Final
 
 _FATE: Final = "JAX distributed service detected fatal errors"
 """Text that jaxlib prints when it ends a process because another one died."""
+_OTHER_CALL: Final = "gloo::EnforceNotMet"
+"""Text that Gloo prints when it ends a process because another one came to a collective with another size."""
 _HEAD_START: Final = 0.5
 """Seconds subtracted from the time of a death: other processes see its closed connections before the launcher sees
 its end."""
@@ -48,10 +50,20 @@ class Failure:
         return any(_FATE in line for line in self.tail)
 
     @property
+    def is_of_gloo(self) -> bool:
+        """Whether Gloo ended this process; what the processes differ in, another one may say."""
+        return self.code == 128 + signal.SIGABRT and any(_OTHER_CALL in line for line in self.tail)
+
+    @property
+    def may_follow(self) -> bool:
+        """Whether another process may have caused this failure."""
+        return self.follows or self.is_fate or self.is_of_gloo
+
+    @property
     def order(self) -> tuple[bool, bool, float]:
         """Sort key of failures: the smallest is the cause of the others."""
         killed = self.why.startswith("killed") and self.code != 128 + signal.SIGABRT
-        return self.follows or self.is_fate, not self.final, self.when - _HEAD_START * killed
+        return self.may_follow, not self.final, self.when - _HEAD_START * killed
 
 
 class Losses:
@@ -68,7 +80,7 @@ class Losses:
 
     def is_due(self, now: float) -> bool:
         """Whether a failure has waited long enough."""
-        return any(now >= f.when + (_CAUSE_SECONDS if f.follows else SETTLE) for f in self._failures)
+        return any(now >= f.when + (_CAUSE_SECONDS if f.may_follow else SETTLE) for f in self._failures)
 
     def take(self, processes: Collection[int] | None = None) -> list[Failure]:
         """Take the failures of these processes, or all. The first one is the cause."""

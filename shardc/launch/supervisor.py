@@ -12,6 +12,7 @@ numbered in the order of the places that it has; it may run on fewer places than
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -57,7 +58,9 @@ class _Place:
     running: bool = False
     joined: bool = False
     ended: Mapping[str, Any] | None = None
-    """The event that its script has ended."""
+    """The calls that its script had made when it ended."""
+    told: bool = False
+    """Whether the scripts that still run know of its end."""
     killed: bool = False
     """Whether the supervisor has killed it because another process failed."""
     why: str = ""
@@ -168,8 +171,8 @@ class Supervisor:
         match said["what"]:
             case "joined":
                 place.joined = True
-                for ended in (m.ended for m in self._members if m.ended is not None):
-                    self._server.notify(place.process, ended)  # else only those hear of it that were there
+                for member in self._members:
+                    member.told = False  # else only those hear of ends that were there
             case "done":
                 self._ended_well(place, said["calls"])
             case _:
@@ -182,11 +185,23 @@ class Supervisor:
         if self._is_behind(place):  # it has not noticed a loss, and those that were started again wait for it
             self._catch_up(Failure(place.process, 0, "its script ended before it noticed a loss"))
             return
-        place.ended = {"event": "done", "process": place.process, "epoch": self._epoch, "calls": calls}
-        self._server.notify_all(place.ended)  # nobody waits for it any more
+        place.ended, place.told = calls, False
         if all(m.ended is not None for m in self._members):
             self._leaving = True
             self._server.notify_all({"event": "leave"})
+
+    def _tell_ended(self) -> None:
+        """Tell the scripts that still run which others have ended: nobody waits for these any more."""
+        ended: dict[str, list[int]] = {}
+        for member in self._members:
+            if member.ended is not None and not member.told:
+                member.told = True
+                ended.setdefault(json.dumps(member.ended), []).append(member.process)
+        for calls, processes in ended.items():
+            event = {"event": "done", "processes": processes, "epoch": self._epoch, "calls": json.loads(calls)}
+            for member in self._members:
+                if member.ended is None:
+                    self._server.notify(member.process, event)
 
     # -- which places the run has
 
@@ -298,7 +313,8 @@ class Supervisor:
         elif failure.follows and self._is_behind(self._members[failure.process]):
             self._catch_up(failure)  # its cause has been mended already
         else:
-            self._losses.add(failure)
+            aborted = failure.code == 128 + signal.SIGABRT  # its last lines say whether another process caused it
+            self._losses.add(self._with_tail(failure) if aborted else failure)
 
     def _decide(self) -> None:
         """Mend the losses that have waited for their cause, or end the run."""
@@ -316,7 +332,7 @@ class Supervisor:
             self._report_loss(cause)
             for failure in failures:
                 place = self._members[failure.process]
-                place.unfit = place.handle.is_here and not failure.follows
+                place.unfit = place.handle.is_here and not failure.may_follow
             if not self._go_on_without(cause, "no restart is left"):
                 self._give_up(failures)
 
@@ -447,6 +463,7 @@ class Supervisor:
         if now - self._looked >= BEAT:
             self._looked = now
             self._look_for_silence(now)
+            self._tell_ended()
             self._look_at_progress(now)
 
     def _look_for_silence(self, now: float) -> None:

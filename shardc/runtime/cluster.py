@@ -15,10 +15,11 @@ import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from shardc.errors import ClusterError, DisagreementError, PeerLostError, all_offenders
 from shardc.runtime.connection import Allocate, Frame, FrameKind
+from shardc.runtime.gathering import Gathering, Verdict
 from shardc.runtime.link import Link
 from shardc.runtime.store import Event, Store
 from shardc.runtime.wire import Hello, Listener, dial, listen
@@ -31,8 +32,8 @@ _GATHERING: Final = 0
 _REASON: Final = 1.0
 """Seconds that a process waits after the loss of a link for the launcher to report the reason."""
 _LOOKS: Final = 3
-"""Number of signs of life at which this process must be found waiting for an ended script before it logs that: an
-error may come first."""
+"""Number of signs of life in a row at which a call must be found to be wrong before `on_wrong` is called: the main
+thread may raise first."""
 
 
 @dataclass(frozen=True)
@@ -75,22 +76,6 @@ class RunConfig:
         return range(first, first + self.per_island)
 
 
-class Gathering(NamedTuple):
-    """Texts that processes are sending each other, each its own to all others (`Cluster.begin_gather`).
-
-    Attributes:
-      name: what is gathered; counted by it.
-      key: unique name of this gathering in the run.
-      members: the processes that take part.
-      why: the purpose, for errors: `at step, call 3`.
-    """
-
-    name: str
-    key: str
-    members: Sequence[int]
-    why: str
-
-
 class Cluster:
     """This process among those of a run. One per process: `join` makes it, `current` gives it."""
 
@@ -106,11 +91,11 @@ class Cluster:
         self._next: int | None = None
         self._ended: dict[int, tuple[int, Mapping[str, Any]]] = {}
         """The processes whose scripts have ended: the epoch of that, and the calls that they had made."""
-        self._gathered: dict[str, dict[int, str]] = {}
-        """The texts that have come, by the key of their gathering and their process."""
-        self._gathering: dict[str, Gathering] = {}
-        """Gatherings that were begun here and are not finished, by name. Looked at with each sign of life: a collective
-        of JAX that waits for others raises no error."""
+        self._gathering: dict[tuple[str, int], Gathering] = {}
+        """Gatherings that were begun here and are not finished, by name and number. Looked at with each sign of life: a
+        collective of JAX that waits for others raises no error."""
+        self._early: dict[tuple[str, int], dict[str, int]] = {}
+        """Texts of gatherings that were not begun here yet."""
         self._over = ""
         self._closed = False
         self._leaving = False
@@ -118,8 +103,9 @@ class Cluster:
         self.waits: dict[int, Callable[[], str]] = {}
         """For each pipeline, by its number, a function that returns which process it waits for. Called before each sign
         of life."""
-        self._stuck = 0
-        """How often in a row this process was found waiting for a call that will never be made."""
+        self.on_wrong: Callable[[ClusterError], None] = lambda error: _log.error("%s", error)
+        """Called, once for each, in a thread of its own, with the error of a call that differs from those of other
+        processes, or that others never make, if the main thread has not raised it in time: by default it is logged."""
         self.on_orphaned: Callable[[], None] = self.end
         """Called when the launcher has ended: by default this process ends too."""
         self.store = Store(config.store, config.secret, config.me, self._hear)
@@ -157,7 +143,7 @@ class Cluster:
                         self._next = int(event["epoch"])
                     self.config = replace(self.config, restarts=int(event["restarts"]))
                 case "done":
-                    self._ended[int(event["process"])] = int(event["epoch"]), event["calls"]
+                    self._ended |= {p: (int(event["epoch"]), event["calls"]) for p in event["processes"]}
                 case "leave":
                     self._leaving = True
                 case "over":
@@ -184,17 +170,39 @@ class Cluster:
         json.dumps(known)  # what cannot be sent is an error of the caller
         self._facts = known
 
-    def _log_if_stuck(self) -> None:
+    def _look(self) -> None:
+        """Look at the gatherings that are not finished: tell the others what came here, and report what is wrong."""
+        with self._changed:
+            calls = list(self._gathering.values())
+        for call in calls:
+            call.looks += 1
+            if call.looks > 1:  # somebody is late: all are told who
+                self._send(self._due(call, early=True))
+            error = self.error_of([call])
+            call.refused = 0 if error is None else call.refused + 1
+            if error is not None and call.refused == _LOOKS:
+                threading.Thread(target=self.on_wrong, args=(error,), name="shardc error", daemon=True).start()
+
+    def error_of(self, calls: Sequence[Gathering]) -> ClusterError | None:
+        """What is wrong with the first of these calls for which that is known. Waits for nothing."""
         try:
-            for call in list(self._gathering.values()):
-                self.refuse_ended(call.members, call.name, call.why)
+            with self._changed:
+                for call in calls:
+                    self.refuse_ended(call.missing, call.key[0], call.why)
+                    call.judge()
         except ClusterError as error:
-            self._stuck += 1
-            if self._stuck == _LOOKS:
-                _log.error("%s", error)
+            return error
+        return None
+
+    def error_within(self, seconds: float) -> ClusterError | None:
+        """What is wrong with a call that is not finished here, if that is known in these seconds."""
+        with self._changed:
+            calls = list(self._gathering.values())
+            known = self._changed.wait_for(lambda: self.error_of(calls) or all(c.is_complete for c in calls), seconds)
+        return known if isinstance(known, ClusterError) else None
 
     def _status(self) -> str:
-        self._log_if_stuck()
+        self._look()
         waits = next(filter(None, (text() for text in list(self.waits.values()))), "")
         return json.dumps({**({"waits": waits} if waits else {}), **self._facts})
 
@@ -247,14 +255,15 @@ class Cluster:
                 self._changed.notify_all()
 
     def _wait_for_link(self, peer: int, why: str) -> Link:
-        def never() -> bool:
-            return self.has_ended(peer) and self.me not in self._ended[peer][1].get("links", [])
-
-        self._changed.wait_for(lambda: peer in self._links or self._stopped() or never(), self.config.deadline)
+        self._changed.wait_for(
+            lambda: peer in self._links or self._stopped() or self.has_ended(peer), self.config.deadline
+        )
+        if ended := self.has_ended(peer):  # it may have opened the link before
+            self._changed.wait_for(lambda: peer in self._links or self._stopped(), _REASON)
         if peer in self._links:
             return self._links[peer]
         self._raise_if_stopped()
-        raise ClusterError((self._ended_text if never() else self._late_text)([peer], why))
+        raise self._ended_error([peer], why) if ended else ClusterError(self._late_text([peer], why))
 
     def _dial(self, peer: int, why: str) -> Link:
         config = self.config
@@ -288,15 +297,17 @@ class Cluster:
           ClusterError: the text did not come before the deadline, or the script of the process has ended without it.
         """
         texts = self.store.texts
+        self.store.ask(key)
         with self._changed:
             self._changed.wait_for(
-                lambda: key in texts or self._stopped() or self.has_ended(process), self.config.deadline
+                lambda: texts.get(key) is not None or self._stopped() or (key in texts and self.has_ended(process)),
+                self.config.deadline,
             )
             self._raise_if_stopped()
-            if key in texts:
-                return texts[key]
+            if (text := texts.get(key)) is not None:
+                return text
             ended = self.has_ended(process)
-        raise ClusterError((self._ended_text if ended else self._late_text)([process], why))
+        raise self._ended_error([process], why) if ended else ClusterError(self._late_text([process], why))
 
     def _late_text(self, processes: Sequence[int], why: str) -> str:
         """The error text for processes that have not arrived before the deadline."""
@@ -305,11 +316,11 @@ class Cluster:
             "has to make the same calls in the same order; if it only takes longer, give `--deadline` more seconds."
         )
 
-    def _ended_text(self, processes: Sequence[int], why: str) -> str:
-        """The error text for processes whose scripts have ended, so that they will never arrive."""
+    def _ended_error(self, processes: Sequence[int], why: str) -> DisagreementError:
+        """The error about processes whose scripts have ended, so that they will never arrive."""
         many = len(processes) > 1
         ended = f"the scripts of {processes_text(processes)} have" if many else f"process {processes[0]}'s script has"
-        return (
+        return DisagreementError(
             f"{ended} ended; process {self.me} waits for {'them' if many else 'it'} {why}. Each process has to make "
             "the same calls in the same order."
         )
@@ -332,75 +343,109 @@ class Cluster:
           ClusterError: a process did not come before the deadline.
         """
         members = range(self.processes) if among is None else among
-        name = name if among is None else f"{name} of {','.join(map(str, members))}"
+        name = name if among is None else f"{name} of {members_text(members)}"
         return self.finish_gather(self.begin_gather(f"gather {name}", text, members, f"at {name}"))
 
-    def begin_gather(self, name: str, text: str, members: Sequence[int], why: str) -> Gathering:
-        """Send the text of this process to the others. Waits for them only until their links are open.
+    def begin_gather(
+        self, name: str, text: str, members: Sequence[int], why: str, verdict: Verdict | None = None
+    ) -> Gathering:
+        """Send the text of this process to the others. Waits for them only until the links to neighbours are open.
 
         Args:
           name: what is gathered, and by whom: each of `members` gathers the same ones in the same order.
           why: the purpose, for errors.
+          verdict: raises ClusterError if the texts that have come cannot be right.
 
         Raises:
           PeerLostError, ClusterError: as `gather`.
         """
-        call = Gathering(name, self._key(f"{name}/{self.count(name)}"), members, why)
-        self.refuse_ended(members, name, why)
-        for link in [self.link(p, why) for p in members if p != self.me]:
-            link.send(Frame(FrameKind.MESSAGE, _GATHERING, about=f"{call.key}\0{text}".encode()))
-        self._gathering[name] = call
         with self._changed:
-            self._gathered.setdefault(call.key, {})[self.me] = text
+            key = name, self.count(name)
+            self.refuse_ended(members, name, why)
+            call = self._gathering[key] = Gathering(key, members, self.me, text, why, verdict)
+            call.add(self._early.pop(key, {}))
+            closed = [p for p in call.neighbours if p not in self._links]
+        try:
+            for p in closed:  # those that this one dials come first, so that no two wait for each other
+                self.link(p, why)
+        except ClusterError:
+            self.drop_gather(call)
+            raise
+        self._send(self._due(call))
         return call
 
-    def is_gathered(self, call: Gathering) -> bool:
-        """Whether all texts have come, so that `finish_gather` does not wait."""
-        return not self._missing(call)
+    def _due(self, call: Gathering, early: bool = False) -> list[tuple[Link, Frame]]:
+        """What is to be sent now in a gathering, if it is one of this epoch."""
+        with self._changed:
+            if self._gathering.get(call.key) is not call:
+                return []
+            links, head = self._links, [self.epoch, *call.key]
+            return [
+                (links[p], Frame(FrameKind.MESSAGE, _GATHERING, about=json.dumps([*head, texts]).encode()))
+                for p, texts in call.due(links.__contains__, early).items()
+            ]
 
-    def _missing(self, call: Gathering) -> list[int]:
-        return [p for p in call.members if p not in self._gathered.get(call.key, {})]
+    def _send(self, due: Sequence[tuple[Link, Frame]]) -> None:
+        for link, frame in due:
+            link.send(frame)
+
+    def drop_gather(self, call: Gathering) -> None:
+        """Forget a gathering. What others may lack is sent to them before."""
+        with self._changed:
+            due = self._due(call, early=not call.is_complete)
+            self._gathering.pop(call.key, None)
+        self._send(due)
 
     def finish_gather(self, call: Gathering) -> list[str]:
-        """Wait for the texts of a gathering. Returns them in the order of its members; to be called once.
+        """Wait for the texts of a gathering. Returns them in the order of its members.
 
         Raises:
-          PeerLostError, ClusterError: as `gather`.
+          PeerLostError, ClusterError: as `gather`; ClusterError too if the verdict on the texts is one.
         """
-        self._gathering.pop(call.name, None)
-        with self._changed:
-            self._changed.wait_for(
-                lambda: self.is_gathered(call) or self._stopped() or self._never_come(call), self.config.deadline
-            )
-            if self.is_gathered(call):
-                texts = self._gathered.pop(call.key)
-                return [texts[p] for p in call.members]
-            never = self._never_come(call)
-            lost = next(filter(None, map(self._loss_of, never)), None)
-            if lost is not None:
-                self._changed.wait_for(self._stopped, _REASON)
-            self._raise_if_stopped()
+        try:
+            with self._changed:
+                return self._gathered(call)
+        finally:
+            self.drop_gather(call)
+
+    def _gathered(self, call: Gathering) -> list[str]:
+        self._changed.wait_for(
+            lambda: call.is_complete or self._stopped() or self._never_come(call) or self.error_of([call]),
+            self.config.deadline,
+        )
+        if not call.is_complete:  # a loss has a reason, and the others may say more about what differs
+            self._changed.wait_for(lambda: call.is_complete or self._stopped(), _REASON)
+        if call.is_complete:
+            return list(call.texts.values())
+        self._raise_if_stopped()
+        lost = next(filter(None, map(self._loss_of, self._never_come(call))), None)
         if lost is not None:
             raise PeerLostError(f"{lost} Process {self.me} waited for it {call.why}.", lost.process)
-        if never:
-            raise ClusterError(self._ended_text(never, call.why))
-        raise ClusterError(self._late_text(self._missing(call), call.why))
+        raise self.error_of([call]) or ClusterError(self._late_text(call.missing, call.why))
 
     def _never_come(self, call: Gathering) -> list[int]:
-        """The processes whose texts will never arrive: their links are lost, or their scripts have ended before."""
-        ended = self._ended_before(call.members, call.name)
-        return [p for p in self._missing(call) if p in ended or self._loss_of(p) is not None]
+        """The neighbours that owe texts which never arrive, as their links are lost."""
+        return [p for p in call.neighbours if self._loss_of(p) is not None and call.owes(p)]
 
     def _loss_of(self, peer: int) -> PeerLostError | None:
         link = self._links.get(peer)
         return None if link is None else link.lost
 
     def receive(self, peer: int, frame: Frame) -> None:
-        """Store a text of a gathering. Runs in the reader thread of the link."""
-        key, _, text = frame.about.partition(b"\0")
+        """Take texts of a gathering, and send on what is due. Runs in the reader thread of the link."""
+        epoch, name, number, texts = json.loads(frame.about)
         with self._changed:
-            self._gathered.setdefault(key.decode(), {})[peer] = text.decode()
+            if epoch != self.epoch:
+                return
+            due, call = [], self._gathering.get((name, number))
+            if call is not None:
+                call.add(texts)
+                due = self._due(call)
+            elif number > self._counts.get(name, -1):  # else it is finished
+                early = self._early.setdefault((name, number), {})
+                early.update({text: early.get(text, 0) | mask for text, mask in texts.items()})
             self._changed.notify_all()
+        self._send(due)
 
     def lose(self, error: PeerLostError) -> None:
         """Wake the threads that gather texts: a link is lost."""
@@ -413,23 +458,24 @@ class Cluster:
         """The calls of this process in this epoch. Reported when its script has ended, so that others know what will
         never arrive."""
         with self._changed:
-            return {"counts": dict(self._counts), "links": list(self._links)}
+            return {"counts": dict(self._counts)}
 
     def has_ended(self, process: int) -> bool:
         """Whether the script of a process has ended in this epoch, while others still run."""
         return not self._leaving and self._ended.get(process, (-1, {}))[0] == self.epoch
 
     def refuse_ended(self, processes: Sequence[int], name: str, why: str) -> None:
-        """Raise ClusterError if one of `processes` has exited before making the call that this process waits for (its
-        counter of `name` is lower)."""
+        """Raise DisagreementError if the script of one of `processes` has ended before the call that this process waits
+        for: its counter of `name` is lower."""
         if ended := self._ended_before(processes, name):
-            raise ClusterError(self._ended_text(ended, why))
+            raise self._ended_error(ended, why)
 
     def _ended_before(self, processes: Sequence[int], name: str) -> list[int]:
         """The processes whose scripts have ended with a lower counter of `name` than this process has."""
-        counts = {p: self._ended[p][1].get("counts") for p in processes if self.has_ended(p)}
+        ended = [p for p in list(self._ended) if p in processes and self.has_ended(p)]
+        counts = {p: self._ended[p][1].get("counts") for p in ended}
         mine = self._counts.get(name, -1)
-        return [p for p, known in counts.items() if known is not None and known.get(name, -1) < mine]
+        return [p for p, known in sorted(counts.items()) if known is not None and known.get(name, -1) < mine]
 
     # -- losses
 
@@ -492,8 +538,7 @@ class Cluster:
             self._next = self._lost = None
             self._counts.clear()
             self._gathering.clear()
-            self._gathered.clear()
-            self._stuck = 0
+            self._early.clear()
             links, self._links = self._links, {}
             self._changed.notify_all()
         for link in links.values():
@@ -513,6 +558,17 @@ class Cluster:
 def processes_text(processes: Sequence[int]) -> str:
     """`process 1` or `processes 0, 2`."""
     return f"process{'es' if len(processes) > 1 else ''} {', '.join(map(str, processes))}"
+
+
+def members_text(processes: Sequence[int]) -> str:
+    """Processes in few characters: `0,1`, or `0-7,9`."""
+    runs: list[list[int]] = []
+    for p in processes:
+        if runs and runs[-1][-1] + 1 == p:
+            runs[-1].append(p)
+        else:
+            runs.append([p])
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in runs)
 
 
 MOST: Final = 12

@@ -1,4 +1,4 @@
-"""The store of a run: a table of texts that any process sets and all processes receive, and the signs of life.
+"""The store of a run: a table of texts that any process sets and each may ask for, and the signs of life.
 
 The server lives in the launcher, or in process 0 if something else started the processes. It is used at the start of a
 run, after a loss and at its end; no step of a running program waits for it. A process says every second that it is
@@ -32,8 +32,8 @@ def _frame(data: Mapping[str, Any]) -> Frame:
     return Frame(FrameKind.MESSAGE, about=json.dumps(data).encode())
 
 
-def _text_event(item: tuple[str, str]) -> Event:
-    return {"event": "text", "key": item[0], "text": item[1]}
+def _text_event(key: str, text: str | None) -> Event:
+    return {"event": "text", "key": key, "text": text}
 
 
 class _Client(Connection):
@@ -86,6 +86,8 @@ class StoreServer:
         on_report: Callable[[int, Mapping[str, Any]], None] | None = None,
     ) -> None:
         self._texts: dict[str, str] = {}
+        self._asked: dict[str, set[int]] = {}
+        """The processes that have asked for a text, by its key."""
         self._clients: dict[int, _Client] = {}
         self._lock = threading.RLock()
         self._greeting: Event | None = None
@@ -101,10 +103,8 @@ class StoreServer:
         client = _Client(self, sock, int(hello["process"]))
         with self._lock:
             self._clients[client.process] = client
-            if client.process >= 0:
-                for event in (self._greeting, *map(_text_event, self._texts.items())):
-                    if event is not None:
-                        client.notify(event)
+            if client.process >= 0 and self._greeting is not None:
+                client.notify(self._greeting)
             client.start()
 
     def lose(self, client: _Client) -> None:
@@ -121,15 +121,21 @@ class StoreServer:
         if "key" in said:
             self.set(said["key"], said["text"])
             return
+        if "ask" in said:
+            with self._lock:
+                self._asked.setdefault(said["ask"], set()).add(client.process)
+                client.notify(_text_event(said["ask"], self._texts.get(said["ask"])))
+            return
         if self._on_report is not None:
             self._on_report(client.process, said["data"])
         client.notify({"number": said["number"]})
 
     def set(self, key: str, text: str) -> None:
-        """Set a text, and send it to all processes."""
+        """Set a text, and send it to the processes that have asked for it."""
         with self._lock:
             self._texts[key] = text
-            self.notify_all(_text_event((key, text)))
+            for process in self._asked.get(key, ()):
+                self.notify(process, _text_event(key, text))
 
     def text(self, key: str) -> str | None:
         """The text of a key, if it is set."""
@@ -190,7 +196,7 @@ class Store(Connection):
 
     Args:
       on_event: called, in a thread of the store, with each notification of the server: `{"event": "text"}` when a text
-        is set, `{"event": "gone"}` if the server ends.
+        comes that was asked for, `{"event": "gone"}` if the server ends.
       silence: seconds for which the server's host may leave signs of life unacknowledged; None: as long as TCP tries. A
         server that is only stopped is not silent.
     """
@@ -207,8 +213,9 @@ class Store(Connection):
         self.address = address
         self.status: Callable[[], str] = str
         """Gives the text that is sent with each sign of life."""
-        self.texts: dict[str, str] = {}
-        """The texts that are set, by key."""
+        self.texts: dict[str, str | None] = {}
+        """The answers to what was asked for, by key; None: it is not set yet."""
+        self._asked: set[str] = set()
         self._acknowledged: dict[int, SimpleQueue[bool]] = {}
         """For each unanswered report, by its number, the queue that its caller waits at. False: the server is gone."""
         self._reports = count()
@@ -234,6 +241,16 @@ class Store(Connection):
           ClusterError: the server is gone.
         """
         self._say({"key": key, "text": text})
+
+    def ask(self, key: str) -> None:
+        """Ask for the text of a key, if this is the first time. It comes into `texts`, now or when it is set.
+
+        Raises:
+          ClusterError: the server is gone.
+        """
+        if key not in self._asked:
+            self._asked.add(key)
+            self._say({"ask": key})
 
     def report(self, data: Mapping[str, Any], seconds: float = 60.0) -> bool:
         """Send `data` to the launcher and wait for its acknowledgement. False: none came in `seconds`.

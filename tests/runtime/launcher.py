@@ -52,7 +52,7 @@ class Run:
     def end(self, process, epoch=0, **calls):
         """Tell all that the script of a process has ended."""
         known = self.clusters[process].calls() if process in self.clusters else {}
-        event = {"event": "done", "process": process, "epoch": epoch, "calls": {**known, **calls}}
+        event = {"event": "done", "processes": [process], "epoch": epoch, "calls": {**known, **calls}}
         self.server.notify_all(event)
 
     def close(self):

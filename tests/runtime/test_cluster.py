@@ -9,6 +9,7 @@ import pytest
 
 from shardc.errors import ClusterError, DisagreementError, PeerLostError
 from shardc.runtime import cluster as cluster_module
+from shardc.runtime import connection as connection_module
 from shardc.runtime import wire
 from shardc.runtime.cluster import Cluster, RunConfig, refuse_unlike
 from shardc.runtime.connection import Frame, FrameKind
@@ -163,7 +164,7 @@ def test_gatherings_that_nobody_waits_for(a_run, n):
     clusters = a_run(n).all()
     together(*(lambda c=c: go(c) for c in clusters))
     assert found == {p: [[f"{q}.{k}\0ü" for q in range(n)] for k in range(4)] for p in range(n)}
-    assert not any(c._gathered or c._gathering for c in clusters)
+    assert not any(c._early or c._gathering for c in clusters)
 
 
 def test_only_some_gather(a_run):
@@ -177,9 +178,9 @@ def test_whether_all_have_come(a_run):
     a, b = a_run().all()
     together(lambda: a.link(1), lambda: b.link(0))
     call = a.begin_gather("calls", "a", range(2), "test")
-    assert not a.is_gathered(call)
+    assert not call.is_complete
     b.begin_gather("calls", "b", range(2), "test")
-    until(lambda: a.is_gathered(call))
+    until(lambda: call.is_complete)
 
 
 def test_who_breaks_off_while_others_wait_is_named(a_run):
@@ -309,7 +310,7 @@ def test_who_has_made_the_same_calls_is_waited_for(a_run):
         a.refuse_ended([1, 2], "calls", "at call 1")
 
 
-def test_a_call_in_jax_that_waits_in_vain_is_told_once(a_run, log_lines):
+def test_a_call_in_jax_that_waits_in_vain_is_reported_once(a_run, log_lines):
     run = a_run()
     a = run.join(0)
     b = run.join(1)
@@ -321,8 +322,55 @@ def test_a_call_in_jax_that_waits_in_vain_is_told_once(a_run, log_lines):
     assert log_lines() == []
     for _ in range(5):
         a._status()
+    until(log_lines)
     (line,) = log_lines()
     assert line.startswith("process 1's script has ended; process 0 waits for it at call 0. ")
+
+
+def unlike(texts):
+    refuse_unlike("step", list(texts), [{"the call": text} for text in texts.values()])
+
+
+def test_calls_that_differ_are_reported_though_nobody_looks_at_them(a_run, monkeypatch):
+    """Their main threads hang in a collective of JAX: the signs of life find it, also before all have come."""
+    monkeypatch.setattr(connection_module, "BEAT", 0.1)
+    clusters = a_run(5).all()
+    errors = {}
+    for c in clusters:
+        c.on_wrong = lambda error, me=c.me: errors.setdefault(me, []).append(error)
+    begun = clusters[:4]
+    together(*(lambda c=c, p=p: c.link(p) for c in clusters for p in others(c)))
+    together(*(lambda c=c: c.begin_gather("calls", "ab"[c.me == 2], range(5), "at x", unlike) for c in begun))
+    until(lambda: len(errors) == 4, 15)
+    (line,) = {str(error) for (error,) in errors.values()}
+    assert line == "step: the processes of this run differ in\n  the call: processes 0, 1, 3: a; process 2: b"
+
+
+def test_calls_that_differ_are_an_error_of_who_waits_for_a_third(a_run):
+    a, b, c = a_run(3).all(deadline=60.0)
+    together(*(lambda x=x, p=p: x.link(p) for x in (a, b, c) for p in others(x)))
+    a.begin_gather("calls", "a", range(3), "at x", unlike)
+    call = b.begin_gather("calls", "b", range(3), "at x", unlike)
+    with pytest.raises(DisagreementError, match="the call: process 0: a; process 1: b"):
+        within(5, b.finish_gather, call)
+    assert not b._gathering and a.error_within(1.0) is not None
+
+
+@pytest.mark.parametrize("late", [0, 3, 4])
+def test_who_is_late_is_named_by_all(a_run, late, monkeypatch):
+    """Also by those that get no message of it."""
+    monkeypatch.setattr(connection_module, "BEAT", 0.1)
+    clusters = a_run(6).all(deadline=1.5)
+    together(*(lambda c=c, p=p: c.link(p) for c in clusters for p in others(c)))
+    errors = []
+
+    def go(c):
+        with pytest.raises(ClusterError) as error:
+            c.gather("step", "")
+        errors.append(str(error.value).partition(". ")[0])
+
+    together(*(lambda c=c: go(c) for c in clusters if c.me != late))
+    assert sorted(errors) == [f"process {p} waited 1.5 s for process {late} at step" for p in range(6) if p != late]
 
 
 def test_an_end_in_an_earlier_epoch_does_not_count(a_run):

@@ -44,16 +44,21 @@ def connect(server):
         c.close()
 
 
-def test_texts_reach_all(connect, server):
-    """Also those who come later, and no agent of another host."""
-    a, b = connect(0), connect(1)
-    a.set("key", "tëxt")
-    until(lambda: a.texts == b.texts == {"key": "tëxt"})
+def test_texts_reach_those_that_ask(connect, server):
+    """Also those that ask before it is set, and nobody else."""
+    heard = [[], []]
+    a, b = (connect(p, heard[p].append) for p in (0, 1))
+    a.ask("key")
+    until(lambda: a.texts == {"key": None})
+    b.set("key", "tëxt")
+    until(lambda: a.texts == {"key": "tëxt"})
+    a.ask("key")  # once is enough
     server.set("key", "other")
     a.set("next", "")
-    late, agent = connect(2), connect(-1)
-    until(lambda: a.texts == b.texts == late.texts == {"key": "other", "next": ""})
-    assert server.text("key") == "other" and server.text("no") is None and not agent.texts
+    a.ask("next")
+    until(lambda: a.texts == {"key": "other", "next": ""})
+    assert server.text("key") == "other" and server.text("no") is None
+    assert not b.texts and not heard[1] and [e["text"] for e in heard[0]] == [None, "tëxt", "other", ""]
 
 
 def test_a_text_comes_before_what_its_process_reports_later(tmp_path):
@@ -64,10 +69,13 @@ def test_a_text_comes_before_what_its_process_reports_later(tmp_path):
     heard = []
     a, b = (Store(server.address, SECRET, p, heard.append if p else lambda event: None, 5.0) for p in (0, 1))
     for i in range(20):
+        b.ask(str(i))
+    until(lambda: len(heard) == 20)
+    for i in range(20):
         a.set(str(i), "")
     assert a.report({})
-    until(lambda: heard and heard[-1]["event"] == "done")
-    assert [e.get("key") for e in heard] == [*map(str, range(20)), None]
+    until(lambda: heard[-1]["event"] == "done")
+    assert [e.get("key") for e in heard[20:]] == [*map(str, range(20)), None]
     for end in (a, b, server):
         end.close()
 
@@ -182,6 +190,7 @@ def test_a_stopped_client_that_reads_nothing_does_not_stop_the_server(server, co
         assert time.monotonic() - begin < 10
         until(lambda: server.ended == [3])
         other.set("key", "text")
+        other.ask("key")
         until(lambda: other.texts)
 
 
@@ -193,7 +202,9 @@ def test_a_stopped_server_stops_no_client(tmp_path, monkeypatch):
         client = Store(address, SECRET, 0, lambda event: None, 5.0)
         client.status = lambda: "x" * 40_000  # fills the buffers of the socket
         client.set("a", "1")
-        until(lambda: client.texts == {"a": "1"})
+        for key in "abc":
+            client.ask(key)
+        until(lambda: client.texts == {"a": "1", "b": None, "c": None})
         child.stop()
         time.sleep(3.5)
         begin = time.monotonic()
@@ -255,14 +266,17 @@ def test_a_server_drops_who_speaks_nonsense(server, connect):
     sock.close()
     a = connect(0)
     a.set("key", "text")
+    a.ask("key")
     until(lambda: a.texts)
 
 
 def test_many_at_once(connect):
-    """Texts of all go to all, and each client's own threads do not mix them up."""
+    """Texts of all go to all that ask, and each client's own threads do not mix them up."""
     clients = [connect(p) for p in range(4)]
 
     def tell(p, i):
+        for client in clients:
+            client.ask(f"{p}/{i}")
         clients[p].set(f"{p}/{i}", json.dumps([p, i]))
         assert clients[p].report({"of": i}, 10.0)
 
