@@ -144,7 +144,7 @@ class LocalProcess:
         if self._log is None:
             return
         if self._file < 0:
-            self._file = os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+            self._file = os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         if start > 1:
             write_all(self._file, f"== process {self.number}, start {start}\n".encode())
 

@@ -114,7 +114,7 @@ def read_options(args: argparse.Namespace) -> RunOptions:
         hint = f" Or is it a module: -m {args.script}?" if "/" not in args.script and "." not in args.script else ""
         raise ClusterError(f"there is no script {args.script}.{hint}")
     if args.log:
-        args.log.mkdir(parents=True, exist_ok=True)
+        args.log.mkdir(mode=0o700, parents=True, exist_ok=True)
     if args.secret and not args.secret.is_file():
         raise ClusterError(
             f"--secret: there is no file {args.secret}; make one with: openssl rand -hex 32 > {args.secret}"

@@ -41,6 +41,9 @@ def run_under_a_cluster(options: RunOptions, found: DetectedProcess) -> int:
     """Run a script as one process of several that a cluster has started. Returns the exit code of the run."""
     options.check(found.processes)
     folder = Path.home() / ".shardc" / f"{job_name(found)}-programs"
+    with suppress(OSError):  # JAX warns if it cannot write there
+        for path in (folder.parent, folder) if options.restarts else ():
+            path.mkdir(mode=0o700, exist_ok=True)
     visible = "" if options.script.devices or found.local is None else str(found.local)
     visible = os.environ.get("JAX_LOCAL_DEVICE_IDS", visible)
 

@@ -215,10 +215,11 @@ class Cluster:
     # -- links
 
     def _welcome(self, sock: socket.socket, hello: Hello) -> None:
-        peer, epoch = int(hello["process"]), int(hello["epoch"])
+        peer, epoch = hello
         with self._changed:
             # it dials where this process listens in this epoch, and once: what is late is of an earlier epoch
-            if epoch != self.epoch or peer in self._links or self._closed:
+            mine = self.me < peer < self.processes and peer not in self._links
+            if epoch != self.epoch or not mine or self._closed:
                 _log.warning("process %d: dropped a link of process %d, of epoch %d", self.me, peer, epoch)
                 sock.close()
                 return
@@ -268,7 +269,7 @@ class Cluster:
     def _dial(self, peer: int, why: str) -> Link:
         config = self.config
         address = self.published("address", peer, why)
-        sock = dial(address, config.secret, {"process": self.me, "epoch": config.epoch}, config.deadline, self.check)
+        sock = dial(address, config.secret, Hello(self.me, config.epoch), config.deadline, self.check)
         with self._changed:
             if config.epoch == self.epoch and not self._closed:
                 return self._add_link(sock, peer)

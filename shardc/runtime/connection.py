@@ -20,6 +20,8 @@ from contextlib import suppress
 from enum import IntEnum
 from typing import Any, Final, NamedTuple, TypeAlias
 
+from shardc.errors import ClusterError
+
 Allocate: TypeAlias = Callable[[int], memoryview]
 """Gives a fresh buffer of so many bytes. A connection never uses it again, so its taker may keep it."""
 
@@ -28,6 +30,8 @@ BEAT: Final = 1.0
 _AHEAD: Final = 1 << 13
 """Bytes that the reader thread asks for at once, where it does not know yet how many come: so a small frame costs one
 system call."""
+_LONGEST: Final = 1 << 26
+"""The most bytes of a description. It is allocated before it has come, whatever the other end says of its length."""
 _FAREWELL: Final = 1.0
 """Seconds that `Connection.close` waits for the peer to read the goodbye."""
 
@@ -73,6 +77,8 @@ class Frame(NamedTuple):
     def pieces(self) -> list[memoryview]:
         """The bytes to send, without a copy of the buffers."""
         kind, network, run, channel, key, about, buffers = self
+        if len(about) > _LONGEST:
+            raise ClusterError(f"a text of {len(about)} bytes is too long to be sent: at most {_LONGEST}.")
         head = _HEAD.pack(kind, len(buffers), len(about), network, run, channel, key) + about
         if not buffers:
             return [memoryview(head)]
@@ -80,8 +86,8 @@ class Frame(NamedTuple):
         return [memoryview(head + sizes), *(b for b in buffers if b.nbytes)]
 
 
-def _new_buffer(size: int) -> memoryview:
-    return memoryview(bytearray(size))
+def _no_buffer(size: int) -> memoryview:
+    raise ValueError(f"a value of {size} bytes, where only texts belong")
 
 
 class Connection:
@@ -92,7 +98,7 @@ class Connection:
       name: of its threads.
       silence: seconds without a sign of life after which the other end counts as lost.
       patience: seconds that `close` waits for the other end to read what was sent.
-      allocate: gives the buffers that values are received into.
+      allocate: gives the buffers that values are received into; without it, values are refused.
     """
 
     def __init__(
@@ -101,7 +107,7 @@ class Connection:
         name: str,
         silence: float = math.inf,
         patience: float = 5.0,
-        allocate: Allocate = _new_buffer,
+        allocate: Allocate = _no_buffer,
     ) -> None:
         self.silence = silence
         self.why_lost = ""
@@ -227,6 +233,8 @@ class Connection:
         known = _KINDS[kind]  # first of all: what is no frame has no size either
         if not number and not about:
             return Frame(known, network, run, channel, key)
+        if about > _LONGEST:
+            raise ValueError(f"a text of {about} bytes")
         said = stream.read(about)
         sizes = struct.unpack(f"<{number}Q", stream.read(8 * number))
         buffers = [self._allocate(size) for size in sizes]

@@ -91,4 +91,5 @@ def test_options_arrive(script, monkeypatch):
     assert seen == [(RunOptions(made, 4, None, 2, 1, silence=2.5), 4)]
     assert main(["run", "--processes", "1", "--log", str(script.parent / "a" / "b"), "-m", "package.module"]) == 5
     assert seen[1][0].script == Script("package.module", (), True, None)
+    assert (script.parent / "a" / "b").stat().st_mode & 0o777 == 0o700
     assert seen[1][0].log_of(7) == Path(script.parent / "a" / "b" / "process-7.log")

@@ -53,7 +53,7 @@ def of_transport(transport, tmp_path):
     arrived = SimpleQueue()
     address = {"unix": f"unix:{tmp_path / 'x'}", "tcp": "127.0.0.1:0"}[transport]
     listener = wire.Listener(wire.listen(address), SECRET, lambda sock, hello: arrived.put(sock))
-    found = wire.dial(listener.address, SECRET, {}, 5.0), arrived.get(timeout=5)
+    found = wire.dial(listener.address, SECRET, wire.Hello(1), 5.0), arrived.get(timeout=5)
     listener.close()
     return found
 
