@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Final, Protocol, TypeVar
 
 import jax
 
+from shardc.checkpoint.manifest import DamagedError
 from shardc.errors import CheckpointError, ShardcError
 from shardc.execute.process_group import gather_by_jax
 
 T = TypeVar("T")
+DAMAGED: Final = "\0"
+"""How the text of a DamagedError begins that processes send each other."""
 
 
 class Islands(Protocol):
@@ -70,6 +73,7 @@ class Group:
         """The result of `work`, which every process does.
 
         Raises:
+          DamagedError: in every process, if that is what failed the work of one, and nothing else did of another.
           CheckpointError: in every process, if the work of one failed.
         """
         failed: BaseException | None = None
@@ -78,15 +82,19 @@ class Group:
             result.append(work())
         except (ShardcError, OSError) as error:
             failed = error
-        said = self.gather(name, "" if failed is None else str(failed))
-        if isinstance(failed, ShardcError):
+        mark = DAMAGED if isinstance(failed, DamagedError) else ""
+        said = self.gather(name, "" if failed is None else f"{mark}{failed}")
+        wrong = sorted((text.startswith(DAMAGED), p, text) for p, text in enumerate(said) if text)
+        if not wrong:
+            return result[0]
+        is_damaged, other, text = wrong[0]
+        if is_damaged:
+            raise DamagedError(text.removeprefix(DAMAGED))
+        if isinstance(failed, ShardcError) and not mark:
             raise failed
-        if failed is not None:
+        if isinstance(failed, OSError):
             raise CheckpointError(f"{name}: {failed}") from failed
-        other = next((p for p, text in enumerate(said) if text), None)
-        if other is not None:
-            raise CheckpointError(f"process {other}: {said[other]}")
-        return result[0]
+        raise CheckpointError(f"process {other}: {text}")
 
     def from_first(self, name: str, work: Callable[[], str]) -> str:
         """Run `work` in process 0 and return its text in every process.
