@@ -55,7 +55,9 @@ APPEARS: Final = 10.0
 """Seconds after which a file that one host has written is expected on the others."""
 
 
-def checkpoints(directory: str | PathLike[str], *, every: int = 1, keep: int = 2, plan: Any = None) -> Checkpoints:
+def checkpoints(
+    directory: str | PathLike[str], *, every: int = 1, keep: int = 2, plan: Any = None, mode: int = 0o700
+) -> Checkpoints:
     """Write the state of a loop while it runs, and go on from the last state that is there.
 
     States are written by orbax in logical form: they are restored onto any other mesh, placement, number of pipeline
@@ -68,12 +70,14 @@ def checkpoints(directory: str | PathLike[str], *, every: int = 1, keep: int = 2
       keep: so many of the newest complete checkpoints are kept; an older one goes when a newer one is complete.
       plan: a plan, or the digest of one as text. It is written down, and `note` says if a checkpoint that is taken was
         written under another plan.
+      mode: permissions of the folders that are made, the directory and that of each checkpoint, less what the umask
+        takes. Without it their owner alone can read them; `0o750` lets the group read.
 
     Returns:
       A context manager. Its body ends when the last checkpoint is complete; an error of the body goes out at once.
 
     Raises:
-      ArgumentError: `every` or `keep` is less than 1.
+      ArgumentError: `every` or `keep` is less than 1, or `mode` is not between 0o700 and 0o777.
       CheckpointError: orbax is not installed (`pip install "shardc[checkpoints]"`). On entry: the directory cannot be
         written, or is not the same one for all processes.
 
@@ -90,10 +94,12 @@ def checkpoints(directory: str | PathLike[str], *, every: int = 1, keep: int = 2
     wrong = [f"{name}={n!r}" for name, n in (("every", every), ("keep", keep)) if type(n) is not int or n < 1]
     if wrong:
         raise ArgumentError(f"shardc.checkpoints: {', '.join(wrong)}: a whole number of 1 or more is needed.")
+    if mode & ~0o777 or mode < 0o700:
+        raise ArgumentError(f"shardc.checkpoints: mode={mode:#o}: permissions from 0o700 to 0o777 are needed.")
     if "://" in os.fspath(directory):
         raise ArgumentError(f"shardc.checkpoints: {os.fspath(directory)!r}: give a path of the file system.")
     module("orbax.checkpoint")
-    return Checkpoints(Path(directory).absolute(), every, keep, _digest(plan))
+    return Checkpoints(Path(directory).absolute(), every, keep, _digest(plan), mode)
 
 
 def _digest(plan: Any) -> str:
@@ -108,8 +114,8 @@ class Checkpoints:
         another plan. Empty if there is nothing to say.
     """
 
-    def __init__(self, directory: Path, every: int, keep: int, plan: str) -> None:
-        self.directory, self.every, self.keep, self.plan = directory, every, keep, plan
+    def __init__(self, directory: Path, every: int, keep: int, plan: str, mode: int) -> None:
+        self.directory, self.every, self.keep, self.plan, self.mode = directory, every, keep, plan, mode
         self.note = ""
         self._newest = -1
         self._is_tidy = False
@@ -259,7 +265,7 @@ class Checkpoints:
     def _leave_token(self) -> str:
         name = f"{TOKEN}{secrets.token_hex(8)}"
         try:
-            self.directory.mkdir(parents=True, exist_ok=True)
+            self.directory.mkdir(self.mode, parents=True, exist_ok=True)
             (self.directory / name).touch()
             others = foreign(self.directory)
         except OSError as error:
@@ -391,7 +397,7 @@ class Checkpoints:
         folder = partial_folder(self.directory, step)
         if self._group.is_leader:
             try:
-                folder.mkdir(parents=True, exist_ok=True)
+                folder.mkdir(self.mode, parents=True, exist_ok=True)
             except OSError as error:
                 raise CheckpointError(f"The checkpoint of step {step} cannot be written: {error}") from error
         writer.start(step, folder / str(self._group.owner), arrays, lambda: self._finish(step, leaves))

@@ -414,6 +414,27 @@ def test_what_the_store_cannot_read_is_not_taken(tmp_path, monkeypatch):
     assert names(tmp_path) == ["0", "1", "1.damaged", "2.damaged"]
 
 
+# -- who may read
+
+
+@pytest.mark.parametrize(("options", "wanted"), [({}, 0o700), ({"mode": 0o750}, 0o750)])
+def test_folders_are_their_owners_unless_the_user_says_otherwise(tmp_path, options, wanted):
+    """The files lie in them."""
+    (tmp_path / "there").mkdir(0o755)
+    for directory, mode in ((tmp_path / "new", wanted), (tmp_path / "there", 0o755)):
+        with shardc.checkpoints(directory, **options) as saved:
+            saved.step(0, {"x": np.ones(3), "n": 1})
+            saved.step(1, {"n": 1})
+        modes = [p.stat().st_mode & 0o777 for p in (directory, directory / "0", directory / "1")]
+        assert modes == [mode, wanted, wanted]
+
+
+@pytest.mark.parametrize("mode", [750, 0o640, -1])
+def test_permissions_that_are_none(tmp_path, mode):
+    with pytest.raises(ArgumentError, match=r"^shardc.checkpoints: mode=-?0o\d+: permissions from 0o700 to 0o777 are"):
+        shardc.checkpoints(tmp_path, mode=mode)
+
+
 # -- symbolic links
 
 
