@@ -410,7 +410,7 @@ def test_a_host_with_two_agents_is_lost_once(tmp_path, capfd):
     """Each process of its island is started again once, though both agents are lost."""
     with hosts(tmp_path, 2, 1) as (_, made, _events):
         for host in made:
-            host.lost()
+            host.agents[0].close()
         until(lambda: all(len(h.configs) == 2 for h in made))
         time.sleep(0.5)
         assert [[s.epoch for s in h.configs] for h in made] == [[0, 1]] * 2
@@ -535,7 +535,7 @@ def test_several_losses_of_one_cause_are_one_restart(tmp_path, capfd):
     """Two hosts that are lost together, as by a switch."""
     with hosts(tmp_path, 3, 3, restarts=1) as (_, made, _events):
         for host in made[1:]:
-            host.lost()
+            host.agents[0].close()
         until(lambda: all(len(h.configs) == 2 for h in made[1:]))
         assert [c.epoch for c in made[0].configs] == [0]
     assert capfd.readouterr().err.count("is lost (") == 1
