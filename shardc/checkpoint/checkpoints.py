@@ -101,8 +101,9 @@ def checkpoints(
     wrong = [f"{name}={n!r}" for name, n in (("every", every), ("keep", keep)) if type(n) is not int or n < 1]
     if wrong:
         raise ArgumentError(f"shardc.checkpoints: {', '.join(wrong)}: a whole number of 1 or more is needed.")
-    if mode & ~0o777 or mode < 0o700:
-        raise ArgumentError(f"shardc.checkpoints: mode={mode:#o}: permissions from 0o700 to 0o777 are needed.")
+    if type(mode) is not int or not 0o700 <= mode <= 0o777:
+        said = oct(mode) if type(mode) is int else repr(mode)
+        raise ArgumentError(f"shardc.checkpoints: mode={said}: permissions from 0o700 to 0o777 are needed.")
     if "://" in os.fspath(directory):
         raise ArgumentError(f"shardc.checkpoints: {os.fspath(directory)!r}: give a path of the file system.")
     module("orbax.checkpoint")

@@ -429,10 +429,11 @@ def test_folders_are_their_owners_unless_the_user_says_otherwise(tmp_path, optio
         assert modes == [mode, wanted, wanted]
 
 
-@pytest.mark.parametrize("mode", [750, 0o640, -1])
-def test_permissions_that_are_none(tmp_path, mode):
-    with pytest.raises(ArgumentError, match=r"^shardc.checkpoints: mode=-?0o\d+: permissions from 0o700 to 0o777 are"):
+@pytest.mark.parametrize(("mode", "said"), [(750, "0o1356"), (0o640, "0o640"), (-1, "-0o1"), ("750", "'750'")])
+def test_permissions_that_are_none(tmp_path, mode, said):
+    with pytest.raises(ArgumentError) as error:
         shardc.checkpoints(tmp_path, mode=mode)
+    assert str(error.value) == f"shardc.checkpoints: mode={said}: permissions from 0o700 to 0o777 are needed."
 
 
 # -- symbolic links
