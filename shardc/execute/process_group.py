@@ -27,7 +27,7 @@ from shardc.errors import ClusterError, DisagreementError
 from shardc.machine.devices import is_far
 from shardc.passes.trace.trace import is_number, settings
 from shardc.runtime import cluster as clusters
-from shardc.runtime.cluster import Cluster, members_text, refuse_unlike
+from shardc.runtime.cluster import Cluster, call_text, calls_of, refuse_other_calls, refuse_unlike
 from shardc.runtime.gathering import Gathering
 from shardc.versions import VERSION
 
@@ -50,7 +50,7 @@ class ProcessGroup:
         self.members = tuple(members)
         self._cluster, self._epoch = cluster, 0 if cluster is None else cluster.epoch
         self._open: deque[_Comparison] = deque()
-        self._name = f"calls of {members_text(members)}"
+        self._name = calls_of(members)
         """The name by which the cluster counts these calls: a process whose script has ended makes no further ones."""
 
     @property
@@ -69,7 +69,7 @@ class ProcessGroup:
           PeerLostError, ClusterError: as `Cluster.gather`.
         """
         self.settle()
-        text = _call_text(what, facts)
+        text = call_text(what, facts)
         if self._cluster is not None:
             texts = self._cluster.finish_gather(self._begin(self._cluster, what, text))
         elif len(self.members) == jax.process_count():
@@ -77,7 +77,7 @@ class ProcessGroup:
         else:
             texts = [text] * len(self.members)
         said = dict(zip(self.members, texts, strict=True))
-        self._refuse_other_calls(what, said)
+        refuse_other_calls(what, said)
         return [json.loads(text)["facts"] for text in texts]
 
     def agree(self, what: str, facts: Mapping[str, str], where_known: bool = False) -> None:
@@ -95,14 +95,14 @@ class ProcessGroup:
             said = [{fact: text for fact, text in each.items() if fact in known} for each in said]
         refuse_unlike(what, self.members, said)
 
-    def compare(self, what: str, facts: Mapping[str, str], program: str = "") -> None:
+    def compare(self, what: str, facts: Mapping[str, str], plan: str = "") -> None:
         """Do `agree` for a call that is launched next, without waiting: if facts differ, a later call of a method
         raises, the next one of `compare` at the latest.
 
         Args:
           what: the call.
           facts: of this process, by name.
-          program: a digest of what it launches.
+          plan: the digest of the plan that it launches.
 
         Raises:
           DisagreementError: a process that came first makes another call; or the facts of an earlier one differed.
@@ -111,11 +111,11 @@ class ProcessGroup:
             self._settle_first()
         if self._cluster is None:
             return
-        call = self._begin(self._cluster, what, _call_text(what, facts, program), compared=True)
+        call = self._begin(self._cluster, what, call_text(what, facts, plan), compared=True)
         self._open.append(_Comparison(what, call, bool(facts)))
         if call.differs:
             try:
-                self._refuse_other_calls(what, call.texts)
+                refuse_other_calls(what, call.texts)
             except DisagreementError:
                 self._open.rotate(1)
                 self._settle_first()  # says it again, of all processes if it can
@@ -159,18 +159,12 @@ class ProcessGroup:
             self._cluster.drop_gather(self._open.popleft().call)
 
     def _begin(self, cluster: Cluster, what: str, text: str, compared: bool = False) -> Gathering:
-        refuse = self._refuse_unlike if compared else self._refuse_other_calls
+        refuse = self._refuse_unlike if compared else refuse_other_calls
         return cluster.begin_gather(self._name, text, self.members, f"at {what}", partial(refuse, what))
 
-    def _refuse_other_calls(self, what: str, texts: Mapping[int, str]) -> None:
-        """Raise DisagreementError if these processes do not make the same call, or not with the same program."""
-        said = [json.loads(text) for text in texts.values()]
-        for fact in ("the call", "the plan"):
-            refuse_unlike(what, list(texts), [{fact: each[fact]} for each in said])
-
     def _refuse_unlike(self, what: str, texts: Mapping[int, str]) -> None:
-        """Do `_refuse_other_calls`; of the texts of all members compare the facts too."""
-        self._refuse_other_calls(what, texts)
+        """Do `refuse_other_calls`; of the texts of all members compare the facts too."""
+        refuse_other_calls(what, texts)
         if len(texts) == len(self.members):
             refuse_unlike(what, self.members, [json.loads(text)["facts"] for text in texts.values()])
 
@@ -186,10 +180,6 @@ class _Comparison(NamedTuple):
     what: str
     call: Gathering
     has_facts: bool
-
-
-def _call_text(what: str, facts: Mapping[str, str], program: str = "") -> str:
-    return json.dumps({"the call": what, "the plan": program, "facts": facts})
 
 
 def gather_by_jax(text: str) -> list[str]:

@@ -15,6 +15,7 @@ import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final
 
 from shardc.errors import ClusterError, DisagreementError, PeerLostError, all_offenders
@@ -342,10 +343,15 @@ class Cluster:
         Raises:
           PeerLostError: a process died.
           ClusterError: a process did not come before the deadline.
+          DisagreementError: a process makes another call, of this method or of an executable.
         """
         members = range(self.processes) if among is None else among
         name = name if among is None else f"{name} of {members_text(members)}"
-        return self.finish_gather(self.begin_gather(f"gather {name}", text, members, f"at {name}"))
+        refuse = partial(refuse_other_calls, name)
+        call = self.begin_gather(calls_of(members), call_text(name, text), members, f"at {name}", refuse)
+        texts = self.finish_gather(call)
+        call.judge()
+        return [json.loads(each)["facts"] for each in texts]
 
     def begin_gather(
         self, name: str, text: str, members: Sequence[int], why: str, verdict: Verdict | None = None
@@ -594,6 +600,24 @@ def refuse_unlike(name: str, processes: Sequence[int], said: Sequence[Mapping[st
         lines = [*lines[: MOST - 1], f"and {len(lines) - MOST + 1} more"]
     if lines:
         raise DisagreementError(all_offenders(f"{name}: the processes of this run differ in", lines))
+
+
+def calls_of(members: Sequence[int]) -> str:
+    """The name by which calls of these processes are gathered: they are counted together, so that unlike ones meet."""
+    return f"calls of {members_text(members)}"
+
+
+def call_text(call: str, facts: Any, plan: str = "") -> str:
+    """The text that is gathered at a call: its name, what it shares, and the digest of the plan that it launches."""
+    return json.dumps({"the call": call, "the plan": plan, "facts": facts})
+
+
+def refuse_other_calls(name: str, texts: Mapping[int, str]) -> None:
+    """Raise DisagreementError if these processes do not make the same call, or launch other plans; `texts` are those of
+    `call_text`, by process."""
+    said = [json.loads(text) for text in texts.values()]
+    for fact in ("the call", "the plan"):
+        refuse_unlike(name, list(texts), [{fact: each[fact]} for each in said])
 
 
 _current: list[Cluster] = []

@@ -11,7 +11,8 @@ from queue import SimpleQueue
 import pytest
 
 from shardc.arrays.buffers import allocate
-from shardc.errors import ClusterError, PeerLostError
+from shardc.errors import ClusterError, DisagreementError, PeerLostError
+from shardc.launch import supervisor as supervisor_module
 from shardc.launch.agent import RemoteProcess
 from shardc.launch.child import report_of
 from shardc.launch.failure import Failure
@@ -318,7 +319,53 @@ def test_who_is_started_again_hears_of_scripts_that_have_ended(tmp_path, capfd):
     assert "process 0's script has ended; process 1 waits for it at never of 0,1." in capfd.readouterr().err
 
 
+def test_ends_are_told_together_and_to_those_that_still_run(tmp_path, monkeypatch):
+    told, last = [], threading.Event()
+    notify = StoreServer.notify
+    monkeypatch.setattr(StoreServer, "notify", lambda s, p, event: (told.append((p, event)), notify(s, p, event))[1])
+
+    def script(cluster):
+        cluster.gather("all", "")
+        if cluster.me == 3:
+            last.wait(10)
+
+    threading.Timer(2.5, last.set).start()
+    assert Run(tmp_path, script, 8, 8)() == 0
+    done = [(p, event["processes"]) for p, event in told if event["event"] == "done"]
+    assert {p for p, _ in done} == {3} and len(done) <= 2
+    assert sorted(p for _, processes in done for p in processes) == [0, 1, 2, 4, 5, 6, 7]
+
+
 # ---- failures that wait for their cause
+
+
+@pytest.mark.parametrize("restarts", [0, 1])
+@pytest.mark.parametrize("known", [True, False])
+def test_what_processes_differ_in_is_the_cause_of_an_abort_of_gloo(tmp_path, capfd, monkeypatch, restarts, known):
+    monkeypatch.setattr(supervisor_module, "_CAUSE_SECONDS", 1.0)
+
+    def script(cluster):
+        cluster.gather("all", "")
+        if cluster.epoch == 0 and cluster.me == 0:
+            run.processes[0].tail = lambda: ["terminate called after throwing an instance of 'gloo::EnforceNotMet'"]
+            threading.Timer(0.1, lambda: run.processes[0].end(run.processes[0].alive, -6)).start()
+            time.sleep(0.3)
+        elif cluster.epoch == 0 and known:
+            time.sleep(0.5)
+            raise DisagreementError("step: the processes of this run differ in x")
+        elif cluster.epoch == 0:
+            cluster.gather("never", "")
+
+    run = Run(tmp_path, script, 2, 1, restarts)
+    code = run()
+    errors = capfd.readouterr().err
+    if known:
+        assert code == 1 and "started again" not in errors
+        assert errors.startswith("process 1| DisagreementError: step: the processes of this run differ in x\n")
+    elif restarts:
+        assert code == 0 and "process 0 is lost (killed by SIGABRT); started again" in errors
+    else:
+        assert code == 134 and "process 0 is lost: killed by SIGABRT." in errors
 
 
 def test_a_failure_that_waits_for_its_cause_is_no_loss_once_its_process_is_started_again(tmp_path, capfd):

@@ -2,6 +2,7 @@
 
 import json
 import signal
+import sys
 import threading
 import time
 
@@ -11,8 +12,9 @@ from shardc.errors import ClusterError, DisagreementError, PeerLostError
 from shardc.runtime import cluster as cluster_module
 from shardc.runtime import connection as connection_module
 from shardc.runtime import wire
-from shardc.runtime.cluster import Cluster, RunConfig, refuse_unlike
+from shardc.runtime.cluster import Cluster, RunConfig, members_text, refuse_unlike
 from shardc.runtime.connection import Frame, FrameKind
+from shardc.runtime.link import Link
 from tests.runtime.codec import allocate
 from tests.runtime.launcher import SECRET, Run, hear_until, member
 from tests.runtime.peers import others, together, until
@@ -214,6 +216,40 @@ def test_who_came_and_broke_off_counts(a_run):
     assert within(5, a.finish_gather, a.begin_gather("calls", "a", range(2), "test")) == ["a", "b"]
 
 
+def test_64_processes_agree_in_six_messages_of_each(a_run, monkeypatch):
+    sent, send = [], Link.send
+    monkeypatch.setattr(Link, "send", lambda link, frame: (sent.append(frame.kind), send(link, frame)))
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(0.1)  # threads that wait for the interpreter wake less often
+    try:
+        clusters = a_run(64).all(deadline=60.0)
+        found = {}
+        together(*(lambda c=c: found.update({c.me: c.gather("x", str(c.me))}) for c in clusters), seconds=60)
+    finally:
+        sys.setswitchinterval(interval)
+    assert found == {p: [*map(str, range(64))] for p in range(64)}
+    assert sent.count(FrameKind.MESSAGE) == 64 * 6
+    assert {len(c._links) for c in clusters} == {11}
+
+
+def test_gathers_of_another_kind_meet(a_run):
+    """A checkpoint of one process alone, and a call of the other."""
+    a, b = a_run().all(deadline=60.0)
+    errors = []
+
+    def go(c):
+        with pytest.raises(DisagreementError) as error:
+            c.gather("step 3" if c.me else "save", "")
+        errors.append(str(error.value).partition("\n")[2])
+
+    together(lambda: go(a), lambda: go(b))
+    assert errors == ["  the call: process 0: save; process 1: step 3"] * 2
+
+
+def test_processes_in_few_characters():
+    assert members_text([0, 1]) == "0,1" and members_text([0, 1, 2, 5, 7, 8, 9, 10]) == "0-2,5,7-10"
+
+
 def test_all_that_differs_is_in_one_error():
     refuse_unlike("step", range(2), [{"plan": "1f", "jax": "0.12"}] * 2)
     facts = [
@@ -294,7 +330,7 @@ def test_a_link_of_a_process_that_has_ended(a_run):
     run = a_run(3)
     a, b, c = run.all(deadline=60.0)
     opened = wire.dial(a._listener.address, SECRET, wire.Hello(2), 5.0)
-    run.end(2, links=[0])
+    run.end(2)
     run.end(1)
     until(lambda: a.has_ended(1))
     refuses(lambda: a.link(1), "to open a link")
