@@ -402,7 +402,7 @@ def test_a_host_with_two_agents_is_lost_once(tmp_path, capfd):
     """Each process of its island is started again once, though both agents are lost."""
     with hosts(tmp_path, 2, 1) as (_, made, _events):
         for host in made:
-            host.lost()
+            host.agents[0].close()
         until(lambda: all(len(h.configs) == 2 for h in made))
         time.sleep(0.5)
         assert [[s.epoch for s in h.configs] for h in made] == [[0, 1]] * 2
