@@ -208,7 +208,7 @@ CHANGES = {
     "a frame of its own": lambda data: b"\x17\x03\x03\x00\x20" + bytes(32) + data,
     "a frame of the old protocol": lambda data: bytes(40) + data,
     "a replay": lambda data: data + data,
-    "a part": lambda data: data[:-1],
+    "a part": lambda data: data[:10] + data[11:],
 }
 
 
