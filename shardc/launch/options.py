@@ -69,7 +69,12 @@ def add_run(commands: Any) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = run.add_argument
-    add("--processes", type=_positive, metavar="N", help="start so many, here or on all --hosts; without it the cluster has started them")
+    add(
+        "--processes",
+        type=_positive,
+        metavar="N",
+        help="start so many, here or on all --hosts; without it the cluster has started them",
+    )
     hosts = "start on these hosts by ssh; a number N: this host is one of N, and --host and --at say the rest"
     add("--hosts", metavar="A,B", help=hosts)
     add("--host", type=_count, metavar="I", help="with --hosts N: the number of this host, from 0")

@@ -7,6 +7,7 @@ started -> joined -> done -> asked to leave -> ended         all well
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ from time import monotonic
 from typing import Any, Final, TypeAlias
 
 from shardc.errors import ClusterError
+from shardc.launch.activity import COMPUTES, STOPPED
 from shardc.launch.failure import Failure, failure_line, failure_of, failure_text
 from shardc.launch.job import Job
 from shardc.launch.local_process import ProcessHandle
@@ -55,6 +57,8 @@ class _State:
     why: str = ""
     """The reason if the supervisor has killed it for a fault of its own."""
     report: dict[str, Any] | None = None
+    moved: float = 0.0
+    """When it was last seen to compute; until it has joined, when it was last seen not to be stopped."""
 
 
 class Supervisor:
@@ -157,6 +161,7 @@ class Supervisor:
             state = self._states[p]
             state.start += 1
             state.epoch, state.began, state.running = self._epoch, monotonic(), True
+            state.moved = state.began
             state.joined = state.killed = False
             state.why, state.report, state.ended = "", None, None
             self._server.drop(p)  # the connection of its last start, if it stays open, says nothing about this one
@@ -291,21 +296,41 @@ class Supervisor:
                 self._followers.remove(failure)
                 self._lose(failure)
         if now - self._looked >= BEAT:
+            self._look_at_activity(now, now - self._looked > 3 * BEAT)
             self._looked = now
             self._look_for_silence(now)
             self._screen.live(status_text(self._server.statuses()))
 
+    def _look_at_activity(self, now: float, paused: bool) -> None:
+        """Note which processes compute or are stopped. `paused`: this process was stopped itself, which counts for
+        nobody."""
+        for state in (s for s in self._states if s.running):
+            doing = state.handle.activity()
+            if paused or doing == COMPUTES or (doing != STOPPED and not state.joined):
+                state.moved = now
+            elif doing == STOPPED and state.joined:
+                state.moved = -math.inf
+
     def _look_for_silence(self, now: float) -> None:
-        config = self._job.config
-        for p in self._server.silent(config.silence):
-            if p >= 0:
-                self._condemn(p, f"no sign of life for {config.silence:g} s")
-            else:
+        silence, deadline = self._job.config.silence, self._job.config.deadline
+        mute = [p for p in self._server.silent(min(2 * BEAT, silence / 2)) if p >= 0]
+        quiet = [p for p in mute if now - self._states[p].moved <= silence]
+        if quiet:  # they compute without a sign of life: others wait for them
+            self._server.notify_all({"event": "computes", "processes": quiet})
+        for p in self._server.silent(silence):
+            if p < 0:
                 self._server.drop(p)  # its end comes as an event
-        joining = max(config.deadline / 2, config.deadline - _EARLIER)
+            elif p not in quiet:
+                self._condemn(p, f"no sign of life for {silence:g} s")
+        for p in (p for p in self._server.silent(deadline) if p >= 0):
+            self._condemn(p, f"no sign of life for {deadline:g} s")
+        joining = max(deadline / 2, deadline - _EARLIER)
         for p, state in enumerate(self._states):
-            if state.running and not state.joined and now - state.began > joining:
-                self._condemn(p, f"it did not join the run within {joining:g} s")
+            if state.running and not state.joined:
+                if now - state.moved > silence:
+                    self._condemn(p, f"it was stopped for {silence:g} s before it had joined the run")
+                if now - state.began > joining:
+                    self._condemn(p, f"it did not join the run within {joining:g} s")
 
     def _condemn(self, p: int, why: str) -> None:
         state = self._states[p]
