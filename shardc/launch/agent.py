@@ -25,6 +25,7 @@ from shardc.launch.options import RunOptions
 from shardc.launch.output import Screen
 from shardc.launch.supervisor import GRACE, INTERRUPTED, Event
 from shardc.runtime.cluster import processes_text
+from shardc.runtime.connection import BEAT
 from shardc.runtime.store import Store, StoreServer
 
 _REFUSALS: Final = 3
@@ -67,6 +68,8 @@ class RemoteProcess:
         self.number = number
         self.host = ""
         """The name of the agent's host."""
+        self.status: Callable[[], str] = str
+        """Gives the text of the agent's last sign of life, what its process does; empty if that is long ago."""
         self._notify, self._events, self._screen = notify, events, screen
         self._here, self._ended = threading.Event(), threading.Event()
         self._ended.set()
@@ -130,6 +133,9 @@ class RemoteProcess:
     def tail(self) -> list[str]:
         return self._tail
 
+    def activity(self) -> str:
+        return self.status()
+
 
 class Agents:
     """The agents of a run, and its store, which they connect to.
@@ -151,6 +157,7 @@ class Agents:
 
     def add(self, remote: RemoteProcess) -> None:
         self.remotes[remote.number] = remote
+        remote.status = lambda: self.server.status(-1 - remote.number, 3 * BEAT)
 
     def notifier(self, process: int) -> Callable[[Mapping[str, Any]], object]:
         """A function that sends an event to the agent of a process."""
@@ -263,6 +270,7 @@ def serve(
     store: Store | None = _connect(post, options, events, options.deadline)
     try:
         while store is not None:
+            store.status = process.activity
             if forward is not None:
                 forward.store = store
             with suppress(ClusterError):  # the connection is lost at once

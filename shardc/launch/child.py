@@ -2,7 +2,7 @@
 
     python -m shardc.launch.child DESCRIPTOR [-m] script arguments...
 
-The descriptor is a pipe from the launcher: it carries one line, the job, and is closed when the launcher ends.
+The descriptor is a pipe from the launcher: it carries one line, the job.
 """
 
 from __future__ import annotations
@@ -41,10 +41,7 @@ _log: Final = logging.getLogger("shardc")
 def main() -> None:
     """Run the process that the job describes."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background processes ignore it
-    pipe = int(sys.argv[1])
-    os.set_inheritable(pipe, False)
-    job = Job.from_json(_line(pipe))
-    threading.Thread(target=_watch, args=(pipe, job), name="shardc launcher", daemon=True).start()
+    job = Job.from_json(_line(int(sys.argv[1])))
     with suppress(AttributeError):  # a script may be started without them
         sys.stdout.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
     try:
@@ -67,19 +64,11 @@ def main() -> None:
 
 
 def _line(pipe: int) -> str:
-    text = b""
-    while not text.endswith(b"\n"):
-        piece = os.read(pipe, 1 << 16)
-        if not piece:
-            os._exit(1)  # whoever started it is gone
-        text += piece
+    with os.fdopen(pipe, "rb") as file:
+        text = file.read()
+    if not text.endswith(b"\n"):
+        os._exit(1)  # whoever started it is gone
     return text.decode()
-
-
-def _watch(pipe: int, job: Job) -> None:
-    with suppress(OSError):
-        os.read(pipe, 1)
-    _orphaned(job)
 
 
 def _orphaned(job: Job) -> None:

@@ -16,6 +16,7 @@ from queue import SimpleQueue
 from typing import Any, Final, Protocol
 
 from shardc.errors import ClusterError
+from shardc.launch.activity import Activity
 from shardc.launch.job import Job
 from shardc.launch.options import RunOptions
 from shardc.launch.output import Lines, Pump, Tail, Take, WithoutNoise, write_all
@@ -27,6 +28,9 @@ LINES: Final = 40
 """The most lines of standard error that are shown of a process that failed."""
 _END_SECONDS: Final = 10.0
 """Seconds that a killed process may take to end."""
+_GUARD: Final = 'read -r line; kill -9 "-$0"; [ -z "$1" ] || rm -rf -- "$1"'
+"""Waits for the end of its standard input, which ends with this process; then kills a process group, and removes a
+directory. PR_SET_PDEATHSIG would kill the process alone, before it can end what it has started."""
 
 
 class Shows(Protocol):
@@ -72,6 +76,10 @@ class ProcessHandle(Protocol):
         """The last lines of its standard error."""
         ...
 
+    def activity(self) -> str:
+        """What it does: `Activity.look`. To be called about every second."""
+        ...
+
 
 class LocalProcess:
     """A process that runs a script on this machine, in a session of its own.
@@ -95,6 +103,7 @@ class LocalProcess:
         self._tail = Tail()
         self._pumps: list[Pump] = []
         self._popen: subprocess.Popen[bytes] | None = None
+        self._activity: Activity | None = None
         self._lock = threading.Lock()
         self._file = -1
 
@@ -116,7 +125,7 @@ class LocalProcess:
         self._screen = None if job.config.me else self._screens
         self._open_log(job.start)
         job = replace(job, log=str(self._log.absolute()) if self._log else "")
-        job_end, lifeline = os.pipe()
+        job_end, job_start = os.pipe()
         out, err = (self._channel(descriptor) for descriptor in (1, 2))
         try:
             self._popen = subprocess.Popen(
@@ -135,10 +144,16 @@ class LocalProcess:
             Pump(out[0], self._takes(1), f"shardc output of process {self.number}"),
             Pump(err[0], self._takes(2), f"shardc errors of process {self.number}"),
         ]
+        guard = subprocess.Popen(
+            ["/bin/sh", "-c", _GUARD, str(self._popen.pid), job.private],
+            stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+        )  # fmt: skip
         with suppress(BrokenPipeError):  # it has died already
-            write_all(lifeline, job.to_json().encode() + b"\n")
+            write_all(job_start, job.to_json().encode() + b"\n")
+        os.close(job_start)
+        self._activity = Activity(self._popen.pid)
         name = f"shardc waits for process {self.number}"
-        threading.Thread(target=self._watch, args=(self._popen, job.start, lifeline), name=name, daemon=True).start()
+        threading.Thread(target=self._watch, args=(self._popen, job.start, guard), name=name, daemon=True).start()
 
     def _open_log(self, start: int) -> None:
         if self._log is None:
@@ -171,12 +186,12 @@ class LocalProcess:
             takes.append(WithoutNoise(self._screen.out if descriptor == 1 else self._screen.err))
         return takes
 
-    def _watch(self, popen: subprocess.Popen[bytes], start: int, lifeline: int) -> None:
+    def _watch(self, popen: subprocess.Popen[bytes], start: int, guard: subprocess.Popen[bytes]) -> None:
         os.waitid(os.P_PID, popen.pid, os.WEXITED | os.WNOWAIT)
-        with self._lock:
+        with self._lock, guard:
+            guard.kill()  # while the number of the process is its own
             self._kill_group(popen, signal.SIGKILL)  # what it has started ends with it
             code = popen.wait()
-        os.close(lifeline)
         self._ended.set()
         self._events.put(("ended", self.number, start, code))
 
@@ -197,6 +212,9 @@ class LocalProcess:
 
     def wait(self, seconds: float) -> bool:
         return self._ended.wait(seconds)
+
+    def activity(self) -> str:
+        return "" if self._activity is None else self._activity.look()
 
     def _drain(self) -> None:
         for pump in self._pumps:

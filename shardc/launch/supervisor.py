@@ -12,6 +12,7 @@ numbered in the order of the places that it has; it may run on fewer places than
 from __future__ import annotations
 
 import json
+import math
 import signal
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -21,6 +22,7 @@ from time import monotonic
 from typing import Any, Final, TypeAlias
 
 from shardc.errors import ClusterError
+from shardc.launch.activity import COMPUTES, STOPPED
 from shardc.launch.failure import Failure, Losses, failure_line, failure_of, failure_text
 from shardc.launch.goodput import Goodput
 from shardc.launch.job import Job
@@ -66,6 +68,8 @@ class _Place:
     why: str = ""
     """The reason if the supervisor has killed it for a fault of its own."""
     report: dict[str, Any] | None = None
+    moved: float = 0.0
+    """When it was last seen to compute; until it has joined, when it was last seen not to be stopped."""
     unfit: bool = False
     """Whether its process has failed when no restart was left: nothing is started here any more."""
 
@@ -272,6 +276,7 @@ class Supervisor:
             place = self._members[p]
             place.start += 1
             place.epoch, place.began, place.running = self._epoch, monotonic(), True
+            place.moved = place.began
             place.joined = place.killed = False
             place.why, place.report, place.ended = "", None, None
             self._server.drop(p)  # the connection of its last start, if it stays open, says nothing about this one
@@ -461,22 +466,42 @@ class Supervisor:
         elif self._wait is not None:
             self._go_on()
         if now - self._looked >= BEAT:
+            self._look_at_activity(now, now - self._looked > 3 * BEAT)
             self._looked = now
             self._look_for_silence(now)
             self._tell_ended()
             self._look_at_progress(now)
 
+    def _look_at_activity(self, now: float, paused: bool) -> None:
+        """Note which processes compute or are stopped. `paused`: this process was stopped itself, which counts for
+        nobody."""
+        for place in (p for p in self._places if p.running):
+            doing = place.handle.activity()
+            if paused or doing == COMPUTES or (doing != STOPPED and not place.joined):
+                place.moved = now
+            elif doing == STOPPED and place.joined:
+                place.moved = -math.inf
+
     def _look_for_silence(self, now: float) -> None:
-        config = self._job.config
-        for p in self._server.silent(config.silence):
-            if p >= 0:
-                self._condemn(p, f"no sign of life for {config.silence:g} s")
-            else:
+        silence, deadline = self._job.config.silence, self._job.config.deadline
+        mute = [p for p in self._server.silent(min(2 * BEAT, silence / 2)) if p >= 0]
+        quiet = [p for p in mute if now - self._members[p].moved <= silence]
+        if quiet:  # they compute without a sign of life: others wait for them
+            self._server.notify_all({"event": "computes", "processes": quiet})
+        for p in self._server.silent(silence):
+            if p < 0:
                 self._server.drop(p)  # its end comes as an event
-        joining = max(config.deadline / 2, config.deadline - _EARLIER)
-        for place in self._members:
-            if place.running and not place.joined and now - place.began > joining:
-                self._condemn(place.process, f"it did not join the run within {joining:g} s")
+            elif p not in quiet:
+                self._condemn(p, f"no sign of life for {silence:g} s")
+        for p in (p for p in self._server.silent(deadline) if p >= 0):
+            self._condemn(p, f"no sign of life for {deadline:g} s")
+        joining = max(deadline / 2, deadline - _EARLIER)
+        for p, place in enumerate(self._members):
+            if place.running and not place.joined:
+                if now - place.moved > silence:
+                    self._condemn(p, f"it was stopped for {silence:g} s before it had joined the run")
+                if now - place.began > joining:
+                    self._condemn(p, f"it did not join the run within {joining:g} s")
 
     def _condemn(self, p: int, why: str) -> None:
         place = self._members[p]

@@ -159,7 +159,7 @@ def _filled(axes: Mapping[str, int], topology: str | None) -> dict[str, int]:
     """The axes with a size in place of -1, so that all devices are used."""
     free = [a for a, n in axes.items() if n == -1]
     others = [n for n in axes.values() if n != -1]
-    if len(free) != 1 or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in others):
+    if len(free) != 1 or any(type(n) is not int or n < 1 for n in others):
         return dict(axes)
     devices = len(devices_of_run()) if topology is None else math.prod(parse_topology(topology).shape)
     size, rest = divmod(devices, math.prod(others))

@@ -149,13 +149,18 @@ class Cluster:
                     self._leaving = True
                 case "over":
                     self._over = str(event["why"])
-                case "text":
-                    pass  # wakes who waits for it
+                case "text" | "computes":  # a text wakes who waits for it
+                    self._vouch(event.get("processes", ()))
                 case _:
                     self._over = self._over or "the launcher has ended"
             self._changed.notify_all()
         if event["event"] == "gone":
             self.on_orphaned()
+
+    def _vouch(self, processes: Sequence[int]) -> None:
+        """Count the links to processes as alive: they compute, and give no sign of life."""
+        for link in (self._links[p] for p in processes if p in self._links):
+            link.vouch()
 
     def end(self) -> None:
         """Kill this process and its children."""

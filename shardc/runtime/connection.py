@@ -120,7 +120,8 @@ class Connection:
         """All other bytes sent."""
         self._sock, self._patience, self._allocate = sock, patience, allocate
         self._beat = min(BEAT, silence / 4)
-        self._arriving = io.BufferedReader(_Arriving(sock, silence, self._beat), _AHEAD)
+        self._bytes = _Arriving(sock, silence, self._beat)
+        self._arriving = io.BufferedReader(self._bytes, _AHEAD)
         self._sending = threading.Condition()
         """Guards what is sent. Taken last: who holds it takes no other lock."""
         self._unsent: deque[memoryview] = deque()
@@ -210,6 +211,10 @@ class Connection:
 
     # -- receiving
 
+    def vouch(self) -> None:
+        """Count the other end as alive at this time: the launcher knows that it computes and cannot say so itself."""
+        self._bytes.left = self._bytes.waits
+
     def _read(self) -> None:
         try:
             while True:
@@ -298,7 +303,9 @@ class _Arriving(io.RawIOBase):
 
     def __init__(self, sock: socket.socket, silence: float, look: float) -> None:
         self._sock = sock
-        self._waits = sys.maxsize if silence == math.inf else -int(-silence // look)
+        self.waits = sys.maxsize if silence == math.inf else -int(-silence // look)
+        self.left = self.waits
+        """How many more waits without a byte are a silence."""
         sock.settimeout(None)
         timeout = struct.pack("@ll", int(look), int(look % 1 * 1e6))
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
@@ -308,10 +315,12 @@ class _Arriving(io.RawIOBase):
 
     def readinto(self, buffer: Any, /) -> int:
         flags = socket.MSG_WAITALL if len(buffer) > _AHEAD else 0
-        for _ in range(self._waits):
+        self.left = self.waits
+        while self.left > 0:
             try:
                 got = self._sock.recv_into(buffer, 0, flags)
             except BlockingIOError:
+                self.left -= 1
                 continue
             if not got:
                 raise ConnectionResetError("the connection was closed")

@@ -187,6 +187,12 @@ class StoreServer:
         if client is not None:
             client.drop()
 
+    def status(self, process: int, seconds: float) -> str:
+        """The status text of a process, unless it has been silent for `seconds`."""
+        with self._lock:
+            client = self._clients.get(process)
+        return client.status if client is not None and monotonic() - client.seen < seconds else ""
+
     def statuses(self) -> dict[int, str]:
         """The last status text of each connected process."""
         with self._lock:

@@ -122,7 +122,11 @@ def sleeping(by_ssh, tmp_path):
     with by_ssh(path, "--hosts", "localhost,far") as run:
         wait_for(lambda: (tmp_path / "0").exists() and (tmp_path / "1").exists())
         yield run, time.monotonic()
-        wait_for(lambda: named("shardc.launch.by_ssh") == [], 5)
+        wait_for(lambda: not any(f"HOME={tmp_path}" in environ(pid) for pid in named("shardc.launch")), 5)
+
+
+def environ(pid):
+    return Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace") if Path(f"/proc/{pid}").exists() else ""
 
 
 def test_ctrl_c(by_ssh, tmp_path):

@@ -13,6 +13,7 @@ import pytest
 from shardc.arrays.buffers import allocate
 from shardc.errors import ClusterError, DisagreementError, PeerLostError
 from shardc.launch import supervisor as supervisor_module
+from shardc.launch.activity import COMPUTES, STOPPED
 from shardc.launch.agent import RemoteProcess
 from shardc.launch.child import report_of
 from shardc.launch.failure import Failure
@@ -35,6 +36,7 @@ class FakeProcess:
     def __init__(self, number, script, events):
         self.number, self.script, self.events = number, script, events
         self.alive = None
+        self.does = ""
         self.cluster = None
         self.threads = []
         self.changed = threading.RLock()
@@ -90,6 +92,9 @@ class FakeProcess:
 
     def tail(self):
         return []
+
+    def activity(self):
+        return self.does
 
 
 class Run:
@@ -270,6 +275,64 @@ def test_a_silent_process_is_lost(tmp_path, capfd):
 
     assert Run(tmp_path, rejoining, 2, 2, 1, silence=2.0)() == 0
     assert capfd.readouterr().err == "process 1 is lost (no sign of life for 2 s); started again, 0 restarts are left\n"
+
+
+def mute(seconds):
+    """A script whose process 1 gives no sign of life for so long."""
+
+    def script(cluster):
+        cluster.gather("all", "")
+        if cluster.me == 1:
+            links = [cluster.link(0), cluster.store]
+            for c in links:
+                c.send = lambda frame: None
+            end = time.monotonic() + seconds
+            while time.monotonic() < end and not cluster._closed:
+                time.sleep(0.05)
+            for c in links:
+                del c.send
+        cluster.gather("again", "")
+
+    return script
+
+
+def test_a_silent_process_that_computes_is_not_lost(tmp_path, capfd):
+    """Nor is its link."""
+    run = Run(tmp_path, mute(4.0), 2, 2, silence=1.5)
+    run.processes[1].does = COMPUTES
+    assert run() == 0
+    assert capfd.readouterr().err == ""
+
+
+def test_it_is_lost_at_the_deadline(tmp_path, capfd):
+    run = Run(tmp_path, mute(20.0), 2, 2, silence=1.5, deadline=4.0)
+    run.processes[1].does = COMPUTES
+    begin = time.monotonic()
+    assert run() in (1, 137)
+    assert time.monotonic() - begin < 9
+    err = capfd.readouterr().err
+    assert "process 0 waited 4 s for process 1 at again" in err or "process 0| PeerLostError" in err
+    assert "no sign of life for 4 s" in err
+
+
+def test_it_is_lost_if_it_stops_computing(tmp_path, capfd):
+    run = Run(tmp_path, mute(20.0), 2, 2, silence=1.5)
+    run.processes[1].does = COMPUTES
+    threading.Timer(3.0, setattr, [run.processes[1], "does", ""]).start()
+    begin = time.monotonic()
+    assert run() == 137
+    assert 4 < time.monotonic() - begin < 8
+    assert "process 1 is lost: no sign of life for 1.5 s.\n" in capfd.readouterr().err
+
+
+def test_a_process_that_is_stopped_before_it_joins_is_lost(tmp_path, capfd):
+    run = Run(tmp_path, work(True), 3, 1, 0, silence=1.5)
+    run.processes[1].start = lambda job: setattr(run.processes[1], "alive", job)
+    run.processes[1].does = STOPPED
+    begin = time.monotonic()
+    assert run() == 137
+    assert time.monotonic() - begin < 1.5 + 1 + 4  # and three seconds of grace
+    assert "process 1 is lost: it was stopped for 1.5 s before it had joined the run.\n" in capfd.readouterr().err
 
 
 def test_an_interrupt_ends_all(tmp_path):

@@ -363,6 +363,20 @@ def test_a_silent_peer_is_lost_after_the_deadline_and_not_before():
     other.close()
 
 
+def test_a_silent_peer_that_the_launcher_vouches_for_is_not_lost():
+    mine, other = socket.socketpair()
+    link = Link(mine, 0, 1, 1.0, allocate)
+    for _ in range(6):
+        time.sleep(0.5)
+        link.vouch()
+    assert link.lost is None
+    begin = time.monotonic()
+    until(lambda: link.lost, 5)
+    assert 0.7 < time.monotonic() - begin < 2
+    within(5, link.close)
+    other.close()
+
+
 def test_silence_in_the_middle_of_a_frame():
     mine, other = socket.socketpair()
     link = Link(mine, 0, 1, 0.8, allocate)
