@@ -337,7 +337,7 @@ class Supervisor:
             self._report_loss(cause)
             for failure in failures:
                 place = self._members[failure.process]
-                place.unfit = place.handle.is_here and not failure.may_follow
+                place.unfit = place.handle.is_here and (failure is cause or not failure.may_follow)
             if not self._go_on_without(cause, "no restart is left"):
                 self._give_up(failures)
 

@@ -12,7 +12,7 @@ import pytest
 
 from shardc.arrays.buffers import allocate
 from shardc.errors import ClusterError, DisagreementError, PeerLostError
-from shardc.launch import supervisor as supervisor_module
+from shardc.launch import failure as failure_module
 from shardc.launch.activity import COMPUTES, STOPPED
 from shardc.launch.agent import RemoteProcess
 from shardc.launch.child import report_of
@@ -405,7 +405,7 @@ def test_ends_are_told_together_and_to_those_that_still_run(tmp_path, monkeypatc
 @pytest.mark.parametrize("restarts", [0, 1])
 @pytest.mark.parametrize("known", [True, False])
 def test_what_processes_differ_in_is_the_cause_of_an_abort_of_gloo(tmp_path, capfd, monkeypatch, restarts, known):
-    monkeypatch.setattr(supervisor_module, "_CAUSE_SECONDS", 1.0)
+    monkeypatch.setattr(failure_module, "_CAUSE_SECONDS", 1.0)
 
     def script(cluster):
         cluster.gather("all", "")
