@@ -30,7 +30,8 @@ class Goodput:
 
     def interrupt(self) -> None:
         """Record that the loop was interrupted: it goes on from a checkpoint."""
-        self._lives.append([])
+        if self._lives[-1]:
+            self._lives.append([])
 
     def seconds(self) -> float:
         """Seconds of the steps that counted: those after the step at which the next start went on do not."""

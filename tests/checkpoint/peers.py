@@ -40,7 +40,7 @@ class Fake:
         self.run, self.me = run, me
         self.processes = run.processes
         self.config = SimpleNamespace(islands=run.islands)
-        self.epoch, self.counts, self.names, self.said = run.epoch, {}, [], []
+        self.epoch, self.counts, self.names, self.said, self.saved = run.epoch, {}, [], [], []
 
     def _check(self):
         if self.run.lost is not None or self.run.epoch != self.epoch:
@@ -68,8 +68,11 @@ class Fake:
             assert self.run.changed.wait_for(lambda: self.run.epoch > self.epoch, DEADLINE)
             self.epoch, self.counts = self.run.epoch, {}
 
-    def say(self, *, step, loss, tokens):
-        self.said.append((step, loss, tokens))
+    def say(self, **facts):
+        if "saved" in facts:
+            self.saved.append(facts["saved"])
+        else:
+            self.said.append((facts["step"], facts["loss"], facts["tokens"]))
 
 
 _mine = threading.local()

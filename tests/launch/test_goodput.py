@@ -27,12 +27,12 @@ def test_steps_after_the_checkpoint_are_lost(again, useful):
     )
 
 
-def test_a_start_that_makes_no_step_counts_as_an_interruption():
+def test_a_start_that_makes_no_step_is_no_interruption_of_its_own():
     goodput = Goodput(0.0)
     goodput.see(1.0, 0)
     goodput.see(2.0, 1)
     for _ in range(2):
         goodput.interrupt()
-    goodput.see(5.0, 1)
-    goodput.see(6.0, 2)
-    assert (goodput.losses, goodput.seconds()) == (2, 1.0)
+    goodput.see(5.0, 2)
+    goodput.see(6.0, 3)
+    assert (goodput.losses, goodput.seconds()) == (1, 2.0)

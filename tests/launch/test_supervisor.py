@@ -252,6 +252,7 @@ def test_sys_exit_is_no_loss(tmp_path, capfd):
     assert "started again" not in capfd.readouterr().err
 
 
+@pytest.mark.sampled(0)
 def test_a_process_that_never_comes_is_named(tmp_path, capfd):
     run = Run(tmp_path, work(True), 3, 1, 0, deadline=1.0)
     run.processes[1].start = lambda job: setattr(run.processes[1], "alive", job)
@@ -583,6 +584,7 @@ def test_a_restart_waits_for_its_host(tmp_path, capfd):
     assert "host host is there; 1 process started\n" in capfd.readouterr().err
 
 
+@pytest.mark.sampled(0)
 def test_a_run_ends_when_a_host_does_not_come_back(tmp_path, capfd):
     with hosts(tmp_path, 2, 2, deadline=2.0) as (supervisor, made, _events):
         stays_lost(made[1]).agents[0].close()
@@ -590,6 +592,7 @@ def test_a_run_ends_when_a_host_does_not_come_back(tmp_path, capfd):
         assert supervisor._failures[0].why == "the launcher of its host is lost, and its host does not come back"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("processes", "islands", "lost", "left"),
     [
@@ -617,6 +620,7 @@ def test_a_run_goes_on_with_fewer_and_grows_again(tmp_path, capfd, processes, is
     assert f"the run goes on with {processes} processes from the checkpoint of step 5" in capfd.readouterr().err
 
 
+@pytest.mark.sampled(0)
 def test_too_few_hosts_end_the_run(tmp_path, capfd):
     with hosts(tmp_path, 3, 1, silence=2.0, least=3 - 1) as (supervisor, made, _events):
         for host in made[1:]:
