@@ -912,3 +912,16 @@ def test_a_step_costs_little_if_nothing_is_written(tmp_path):
             saved.step(i, state)
         assert time.perf_counter() - began < 0.5  # 5 us each, a hundredth of this
     assert os.listdir(tmp_path) == []
+
+
+def test_the_last_complete_checkpoint_is_reported(tmp_path):
+    """The launcher takes new hosts then: nothing that counts is lost."""
+
+    def body(cluster):
+        with shardc.checkpoints(tmp_path, every=2) as saved:
+            for i in range(4):
+                saved.step(i, {"w": np.ones(3)})
+        return cluster.saved
+
+    first, *others = all_processes([body] * 3)
+    assert first[-1] == 3 and sorted(first) == first and others == [[], []]
