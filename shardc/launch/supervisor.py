@@ -484,16 +484,17 @@ class Supervisor:
 
     def _look_for_silence(self, now: float) -> None:
         silence, deadline = self._job.config.silence, self._job.config.deadline
-        mute = [p for p in self._server.silent(min(2 * BEAT, silence / 2)) if p >= 0]
+        members = range(len(self._members))
+        mute = [p for p in self._server.silent(min(2 * BEAT, silence / 2)) if p in members]
         quiet = [p for p in mute if now - self._members[p].moved <= silence]
         if quiet:  # they compute without a sign of life: others wait for them
             self._server.notify_all({"event": "computes", "processes": quiet})
         for p in self._server.silent(silence):
             if p < 0:
                 self._server.drop(p)  # its end comes as an event
-            elif p not in quiet:
+            elif p in members and p not in quiet:
                 self._condemn(p, f"no sign of life for {silence:g} s")
-        for p in (p for p in self._server.silent(deadline) if p >= 0):
+        for p in (p for p in self._server.silent(deadline) if p in members):
             self._condemn(p, f"no sign of life for {deadline:g} s")
         joining = max(deadline / 2, deadline - _EARLIER)
         for p, place in enumerate(self._members):
