@@ -17,7 +17,7 @@ PACKAGE: Final = REPOSITORY / "shardc"
 PAGE: Final = REPOSITORY / "docs" / "where-is-what.md"
 
 ROOMS: Final = (
-    "errors", "versions", "compat", "passes", "runtime",
+    "errors", "versions", "typed_json", "compat", "passes", "runtime",
     "machine", "sbp", "arrays", "ir", "solver",
     "passes.trace", "passes.estimate", "passes.place", "passes.recompute", "passes.lower", "passes.audit",
     "plan",
@@ -27,7 +27,7 @@ ROOMS: Final = (
 )  # fmt: skip
 """A module may import those of its own room and of the rooms before it."""
 
-NOT_DRAWN: Final = frozenset({"errors", "versions", "compat", "passes", "__init__", "__main__"})
+NOT_DRAWN: Final = frozenset({"errors", "versions", "typed_json", "compat", "passes", "__init__", "__main__"})
 """Files that nearly every room imports, files that import nearly every room, and the list of passes."""
 
 DRAWING: Final = re.compile(r"(?<=```mermaid\n)(?:(?!```).*\n)*(?=```)", re.MULTILINE)

@@ -7,7 +7,7 @@ with its numbers, and a fix. One error lists all offenders.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 
 class ShardcError(Exception):
@@ -35,7 +35,16 @@ class SignatureError(ShardcError, RuntimeError):
 
 
 class PipelineError(ShardcError, ValueError):
-    """An invalid pipeline: a bad schedule, too few credits, too little memory, stages that do not fit."""
+    """An invalid pipeline: a bad schedule, too few credits, too little memory, stages that do not fit. Or a run of one
+    that was stopped.
+
+    Attributes:
+      process: the other process of the run that stopped it; None if there is none.
+    """
+
+    def __init__(self, message: str, process: int | None = None) -> None:
+        super().__init__(message)
+        self.process = process
 
 
 class StageMemoryError(PipelineError):
@@ -114,6 +123,22 @@ class CheckpointError(ShardcError, RuntimeError):
 
 class ShardcWarning(UserWarning):
     """An expensive choice that is easy to avoid: given once for each function."""
+
+
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """An error, and those that it was raised for or while they were handled."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def is_of_another_process(error: BaseException) -> bool:
+    """Whether an error follows from the loss or the failure of another process of the run."""
+    return any(
+        isinstance(e, PeerLostError) or (isinstance(e, PipelineError) and e.process is not None) for e in causes(error)
+    )
 
 
 def did_you_mean(word: str, words: Iterable[str]) -> str:

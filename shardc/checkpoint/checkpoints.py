@@ -7,7 +7,7 @@ import logging
 import operator
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from os import PathLike
 from pathlib import Path
 from time import monotonic, sleep
@@ -19,7 +19,7 @@ import jax
 from shardc import compat
 from shardc.calls.placing import put
 from shardc.checkpoint.leaves import blocks_of, check_owned, check_savable, described, encode, is_far, named_leaves
-from shardc.checkpoint.manifest import Manifest, StoredLeaf, files_of, write_manifest
+from shardc.checkpoint.manifest import DamagedError, Manifest, StoredLeaf, files_of, write_manifest
 from shardc.checkpoint.orbax import Writer, module
 from shardc.checkpoint.process_group import ClusterPeers, Group, group_of
 from shardc.checkpoint.progress import Progress
@@ -27,6 +27,7 @@ from shardc.checkpoint.restore import check_fits, restore
 from shardc.checkpoint.steps import (
     TOKEN,
     Checkpoint,
+    check_files,
     commit,
     folders_in,
     foreign,
@@ -37,7 +38,14 @@ from shardc.checkpoint.steps import (
     tidy,
 )
 from shardc.checkpoint.targets import placed_like
-from shardc.errors import ArgumentError, CheckpointError, PeerLostError, all_offenders
+from shardc.errors import (
+    ArgumentError,
+    CheckpointError,
+    PeerLostError,
+    PipelineError,
+    all_offenders,
+    is_of_another_process,
+)
 from shardc.execute.process_group import settle_all
 from shardc.runtime import cluster
 from shardc.versions import VERSION
@@ -54,7 +62,9 @@ APPEARS: Final = 10.0
 """Seconds after which a file that one host has written is expected on the others."""
 
 
-def checkpoints(directory: str | PathLike[str], *, every: int = 1, keep: int = 2, plan: Any = None) -> Checkpoints:
+def checkpoints(
+    directory: str | PathLike[str], *, every: int = 1, keep: int = 2, plan: Any = None, mode: int = 0o700
+) -> Checkpoints:
     """Write the state of a loop while it runs, and go on from the last state that is there.
 
     States are written by orbax in logical form: they are restored onto any other mesh, placement, number of pipeline
@@ -67,12 +77,14 @@ def checkpoints(directory: str | PathLike[str], *, every: int = 1, keep: int = 2
       keep: so many of the newest complete checkpoints are kept; an older one goes when a newer one is complete.
       plan: a plan, or the digest of one as text. It is written down, and `note` says if a checkpoint that is taken was
         written under another plan.
+      mode: permissions of the folders that are made, the directory and that of each checkpoint, less what the umask
+        takes. Without it their owner alone can read them; `0o750` lets the group read.
 
     Returns:
       A context manager. Its body ends when the last checkpoint is complete; an error of the body goes out at once.
 
     Raises:
-      ArgumentError: `every` or `keep` is less than 1.
+      ArgumentError: `every` or `keep` is less than 1, or `mode` is not between 0o700 and 0o777.
       CheckpointError: orbax is not installed (`pip install "shardc[checkpoints]"`). On entry: the directory cannot be
         written, or is not the same one for all processes.
 
@@ -89,10 +101,13 @@ def checkpoints(directory: str | PathLike[str], *, every: int = 1, keep: int = 2
     wrong = [f"{name}={n!r}" for name, n in (("every", every), ("keep", keep)) if type(n) is not int or n < 1]
     if wrong:
         raise ArgumentError(f"shardc.checkpoints: {', '.join(wrong)}: a whole number of 1 or more is needed.")
+    if type(mode) is not int or not 0o700 <= mode <= 0o777:
+        said = oct(mode) if type(mode) is int else repr(mode)
+        raise ArgumentError(f"shardc.checkpoints: mode={said}: permissions from 0o700 to 0o777 are needed.")
     if "://" in os.fspath(directory):
         raise ArgumentError(f"shardc.checkpoints: {os.fspath(directory)!r}: give a path of the file system.")
     module("orbax.checkpoint")
-    return Checkpoints(Path(directory).absolute(), every, keep, _digest(plan))
+    return Checkpoints(Path(directory).absolute(), every, keep, _digest(plan), mode)
 
 
 def _digest(plan: Any) -> str:
@@ -107,8 +122,8 @@ class Checkpoints:
         another plan. Empty if there is nothing to say.
     """
 
-    def __init__(self, directory: Path, every: int, keep: int, plan: str) -> None:
-        self.directory, self.every, self.keep, self.plan = directory, every, keep, plan
+    def __init__(self, directory: Path, every: int, keep: int, plan: str, mode: int) -> None:
+        self.directory, self.every, self.keep, self.plan, self.mode = directory, every, keep, plan, mode
         self.note = ""
         self._newest = -1
         self._is_tidy = False
@@ -158,17 +173,21 @@ class Checkpoints:
         """
         if (mesh is None) != (placements is None):
             raise ArgumentError("saved.last: give both mesh= and placements=, or neither.")
-        found = self._find()
-        self._newest, self._is_tidy = -1 if found is None else found.step, False
-        if found is None:
-            state = or_else() if _is_function(or_else) else or_else
-            self._check_alive(state)
-            return (state if placements is None else put(state, mesh, placements)), 0
-        like = described_by(or_else) if _is_function(or_else) else or_else
-        if placements is not None:
-            like = placed_like(like, mesh, placements)
-        self._group.together(self._name("fits"), lambda: check_fits(found, like))
-        return self._group.together(self._name("read"), lambda: restore(found, like)), found.step + 1
+        self._wait_for_writers()
+        damaged: dict[int, str] = {}
+        while (step := self._find(damaged)) is not None:
+            self._newest, self._is_tidy = step, False
+            like = described_by(or_else) if _is_function(or_else) else or_else
+            if placements is not None:
+                like = placed_like(like, mesh, placements)
+            try:
+                return self._restored(step, like), step + 1
+            except DamagedError as error:
+                damaged[step] = str(error)
+        self._newest, self._is_tidy = -1, False
+        state = or_else() if _is_function(or_else) else or_else
+        self._check_alive(state)
+        return (state if placements is None else put(state, mesh, placements)), 0
 
     def step(self, step: int, state: Any, *, loss: Any = None, tokens: float | None = None) -> None:
         """Say that a step is done; its state is written if `every` divides `step + 1`.
@@ -201,8 +220,8 @@ class Checkpoints:
     def run(
         self, one_step: Callable[[int, Any], Any], init: Any, *, steps: int, mesh: Any = None, placements: Any = None
     ) -> Any:
-        """Run a loop from its last checkpoint on, and again from the last common one when a peer was lost and started
-        again.
+        """Run a loop from its last checkpoint on, and again from the last common one when a peer was lost, or failed,
+        and was started again.
 
         Args:
           one_step: `one_step(i, state)` gives the next state, or that and a loss.
@@ -225,7 +244,9 @@ class Checkpoints:
                     self.step(i, state, loss=loss)
                 self._end(self._open_writer())  # while a loss can still be mended
                 return state
-            except PeerLostError as error:
+            except (PeerLostError, PipelineError) as error:
+                if not is_of_another_process(error):
+                    raise
                 self._meet(self._open_writer(), error)
 
     # -- several processes
@@ -254,7 +275,7 @@ class Checkpoints:
     def _leave_token(self) -> str:
         name = f"{TOKEN}{secrets.token_hex(8)}"
         try:
-            self.directory.mkdir(parents=True, exist_ok=True)
+            self.directory.mkdir(self.mode, parents=True, exist_ok=True)
             (self.directory / name).touch()
             others = foreign(self.directory)
         except OSError as error:
@@ -274,20 +295,36 @@ class Checkpoints:
                 "system that all hosts share."
             )
 
-    def _find(self) -> Checkpoint | None:
-        """The newest complete checkpoint. Process 0 reads the directory when all writers have finished, and sends the
-        step to the others."""
+    def _wait_for_writers(self) -> None:
         writer = self._open_writer()
         writer.wait()
         self._group.together(self._name("written"), writer.check)
         self._took_steps = False
-        said = json.loads(self._group.from_first(self._name("look"), self._look))
+
+    def _find(self, damaged: Mapping[int, str]) -> int | None:
+        """The step of the newest complete checkpoint. Process 0 reads the directory, and sends it to the others."""
+        said = json.loads(self._group.from_first(self._name("look"), lambda: self._look(damaged)))
         self.note = said["note"]
         if self.note and self._group.me == 0:
             _log.warning("%s", self.note)
-        if said["step"] is None:
-            return None
-        return self._group.together(self._name("read the manifests"), lambda: self._read(said["step"]))
+        return said["step"]
+
+    def _restored(self, step: int, like: Any) -> Any:
+        """The state of a checkpoint, all files of which are as they were written.
+
+        Raises:
+          DamagedError: one is not; in every process.
+        """
+        group = self._group
+
+        def fitting() -> Checkpoint:
+            found = self._read(step)
+            check_fits(found, like)
+            return found
+
+        found = group.together(self._name("fits"), fitting)
+        group.together(self._name("files"), lambda: check_files(found, group.me, group.processes))
+        return group.together(self._name("read"), lambda: restore(found, like))
 
     def _check_alive(self, state: Any) -> None:
         """Raise CheckpointError if the first state was donated: it is needed again if a peer is lost early."""
@@ -301,12 +338,14 @@ class Checkpoints:
             )
             raise CheckpointError(all_offenders(head, gone))
 
-    def _look(self) -> str:
-        found, newer = last_complete(self.directory)
+    def _look(self, damaged: Mapping[int, str]) -> str:
+        found, newer = last_complete(self.directory, damaged)
         taken = "none is taken" if found is None else f"that of step {found.step} is taken"
         notes = [f"The checkpoint of step {c.step} is not complete: {c.missing or c.damage}; {taken}." for c in newer]
         if found is not None and self.plan and found.plan and found.plan != self.plan:
             notes.append(f"The checkpoint of step {found.step} was written under plan {found.plan}, not {self.plan}.")
+        if found is not None and not all(file.digest for file in found.files.values()):
+            notes.append(f"The checkpoint of step {found.step} has no digests: nobody knows if bits of it flipped.")
         return json.dumps({"step": None if found is None else found.step, "note": "\n".join(notes)})
 
     def _end(self, writer: Writer) -> None:
@@ -333,7 +372,7 @@ class Checkpoints:
         self._group.together(self._name("tidy"), lambda: tidy(self.directory, self._newest) if is_first else None)
         self._is_tidy = True
 
-    def _meet(self, writer: Writer, lost: PeerLostError | None) -> None:
+    def _meet(self, writer: Writer, lost: PeerLostError | PipelineError | None) -> None:
         """Meet the other processes; after the loss of a peer, or if one is lost meanwhile, when it is started again.
 
         Raises:
@@ -345,7 +384,7 @@ class Checkpoints:
                     raise lost
                 writer.dismiss(SECONDS)
                 peers.rejoin()
-                _log.warning("%s\nThe run goes on from the last common checkpoint.", lost)
+                _log.warning("%s\nThe run goes on from the last common checkpoint.", str(lost).partition("\n")[0])
             try:
                 self._open()
                 return
@@ -368,7 +407,7 @@ class Checkpoints:
         folder = partial_folder(self.directory, step)
         if self._group.is_leader:
             try:
-                folder.mkdir(parents=True, exist_ok=True)
+                folder.mkdir(self.mode, parents=True, exist_ok=True)
             except OSError as error:
                 raise CheckpointError(f"The checkpoint of step {step} cannot be written: {error}") from error
         writer.start(step, folder / str(self._group.owner), arrays, lambda: self._finish(step, leaves))
@@ -389,9 +428,11 @@ class Checkpoints:
             self._prune()
 
     def _prune(self) -> None:
-        """Remove what is superfluous. The run does not end if that fails."""
+        """Remove what is superfluous, and report the last complete checkpoint. The run does not end if that fails."""
         try:
             prune(self.directory, self.keep)
+            for newest in list(folders_in(self.directory))[:1]:
+                self._progress.saved(newest)
         except OSError as error:
             _log.warning("an old checkpoint in %s could not be removed: %s", self.directory, error)
 

@@ -1,11 +1,13 @@
 """The manifest of a part of a checkpoint: which leaves its owner has written, and in which files.
 
 In the folder of a checkpoint each owner has a folder that orbax writes, and a manifest that is written last. The
-checkpoint is complete when the manifests of all owners are there.
+checkpoint is complete when the manifests of all owners are there. The manifest has a digest of each file, and its first
+line one of the lines that follow: a flipped bit anywhere is noticed.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Mapping
@@ -13,10 +15,21 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-FORMAT: Final = 1
+import numpy as np
+
+from shardc.errors import CheckpointError
+from shardc.typed_json import parsed, typed
+
+FORMAT: Final = 2
+WITHOUT_DIGESTS: Final = 1
+"""The format before, which is read: its files have sizes alone."""
 
 VALUES: Final[Mapping[str, Any]] = {"bool": "True".__eq__, "int": int, "float": float, "complex": complex, "str": str}
 """Types of leaves that stand in the manifest itself, and how their text is read."""
+
+
+class DamagedError(CheckpointError):
+    """A checkpoint that is not as it was written: the one before is taken."""
 
 
 @dataclass(frozen=True)
@@ -68,13 +81,26 @@ class StoredLeaf:
 
 
 @dataclass(frozen=True)
+class StoredFile:
+    """A file in an owner's folder.
+
+    Attributes:
+      size: in bytes.
+      digest: SHA-256 in hexadecimal; empty if it was written without.
+    """
+
+    size: int
+    digest: str
+
+
+@dataclass(frozen=True)
 class Manifest:
     """The manifest of one owner.
 
     Attributes:
       owners: how many owners the checkpoint has.
       leaves: all leaves of the tree, also those that other owners have.
-      files: bytes of each file in the owner's folder.
+      files: those in the owner's folder, by path.
       plan: digest of the plan; empty if none was given.
       shardc, jax: versions that wrote it.
     """
@@ -83,7 +109,7 @@ class Manifest:
     owner: int
     owners: int
     leaves: tuple[StoredLeaf, ...]
-    files: Mapping[str, int]
+    files: Mapping[str, StoredFile]
     plan: str
     shardc: str
     jax: str
@@ -93,9 +119,21 @@ def manifest_path(folder: Path, owner: int) -> Path:
     return folder / f"{owner}.json"
 
 
-def files_of(folder: Path) -> dict[str, int]:
-    """Bytes of each file below a folder."""
-    return {p.relative_to(folder).as_posix(): p.stat().st_size for p in sorted(folder.rglob("*")) if p.is_file()}
+def files_of(folder: Path) -> dict[str, StoredFile]:
+    """The files below a folder. They are read whole, at some GB/s."""
+    paths = [p for p in sorted(folder.rglob("*")) if p.is_file()]
+    return {p.relative_to(folder).as_posix(): StoredFile(p.stat().st_size, digest_of(p)) for p in paths}
+
+
+def digest_of(path: Path) -> str:
+    """The digest of a file, without the lock of Python."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _first_line(rest: str) -> str:
+    """The first line of a manifest, by which the rest is known to be as it was written."""
+    return f'{{"digest": "{hashlib.sha256(rest.encode()).hexdigest()}",'
 
 
 def write_manifest(manifest: Manifest, folder: Path) -> None:
@@ -103,8 +141,9 @@ def write_manifest(manifest: Manifest, folder: Path) -> None:
     folder."""
     path = manifest_path(folder, manifest.owner)
     fresh = path.with_suffix(".json.tmp")
+    rest = json.dumps({"format": FORMAT, **asdict(manifest)})[1:]
     with fresh.open("w", encoding="utf-8") as file:
-        json.dump({"format": FORMAT, **asdict(manifest)}, file)
+        file.write(f"{_first_line(rest)}\n{rest}")
         file.flush()
         os.fsync(file.fileno())
     opened = os.open(folder, os.O_RDONLY)
@@ -119,17 +158,46 @@ def read_manifest(path: Path) -> Manifest:
     """Read a manifest.
 
     Raises:
-      ValueError: it is none, or of another format.
+      ValueError: it is none, is not as it was written, or is of another format.
     """
-    data: Any = json.loads(path.read_text("utf-8"))
-    if not isinstance(data, dict) or data.pop("format", None) != FORMAT:
+    text = path.read_text("utf-8")
+    data: Any = parsed(text)
+    made = data.pop("format", None) if isinstance(data, dict) else None
+    first, _, rest = text.partition("\n")
+    if made not in (WITHOUT_DIGESTS, FORMAT):
         raise ValueError(f"no manifest of format {FORMAT}")
+    if made == FORMAT and first != _first_line(rest):
+        raise ValueError("it is not as it was written")
     try:
-        return Manifest(leaves=tuple(map(_leaf, data.pop("leaves"))), **data)
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"no manifest of format {FORMAT}: {error}") from error
+        if made == WITHOUT_DIGESTS:
+            sizes = typed(Mapping[str, int], data["files"])
+            data["files"] = {name: {"size": size, "digest": ""} for name, size in sizes.items()}
+        else:
+            del data["digest"]
+        manifest: Manifest = typed(Manifest, data)
+        _check(manifest, path)
+    except (KeyError, TypeError, ValueError, SyntaxError) as error:
+        raise ValueError(f"no manifest of format {made}: {error}") from error
+    return manifest
 
 
-def _leaf(data: dict[str, Any]) -> StoredLeaf:
-    shape, blocks = data.pop("shape"), data.pop("blocks")
-    return StoredLeaf(shape=tuple(shape), blocks=tuple(RowBlock(**b) for b in blocks), **data)
+def _check(manifest: Manifest, path: Path) -> None:
+    """Raise an error for what no writer writes: ValueError, KeyError, TypeError or SyntaxError."""
+    if not 0 <= manifest.owner < manifest.owners or manifest_path(path.parent, manifest.owner) != path:
+        raise ValueError(f"owner {manifest.owner} of {manifest.owners}")
+    for name in manifest.files:
+        if not name.isprintable() or name[:1] == "/" or ".." in name.split("/"):
+            raise ValueError(f"a file is named {name!r}")
+    for leaf in manifest.leaves:
+        _check_leaf(leaf)
+
+
+def _check_leaf(leaf: StoredLeaf) -> None:
+    if leaf.kind == "value":
+        VALUES[leaf.dtype](leaf.value)
+    elif leaf.kind == "array" and not leaf.dtype.startswith("key<"):
+        np.dtype(leaf.dtype)
+    elif leaf.kind not in ("array", "static"):
+        raise ValueError(f"{leaf.path} is {leaf.kind!r}")
+    if any(n < 0 for n in leaf.shape) or any(not 0 <= b.start < b.stop <= leaf.rows for b in leaf.blocks):
+        raise ValueError(f"{leaf.path} has other rows")

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardc.arrays.pieces import Index
+from shardc.checkpoint.manifest import DamagedError
 from shardc.errors import CheckpointError
 
 _log: Final = logging.getLogger("shardc")
@@ -134,13 +135,13 @@ def read(folder: Path, name: str, index: Index) -> NDArray[Any]:
     """A piece of a stored array; dimensions behind those of the index are read whole.
 
     Raises:
-      CheckpointError: it cannot be read.
+      DamagedError: it cannot be read.
     """
     try:
         store = _opening(folder, name).result()
         return np.asarray(store[tuple(slice(*pair) for pair in index)].read().result())
     except (ValueError, OSError, IndexError) as error:
-        raise CheckpointError(f"{folder}: the array {name} cannot be read: {error}") from error
+        raise DamagedError(f"{folder}: the array {name} cannot be read: {error}") from error
 
 
 def forget() -> None:

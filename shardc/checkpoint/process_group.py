@@ -9,6 +9,7 @@ from typing import Protocol, TypeVar
 
 import jax
 
+from shardc.checkpoint.manifest import DamagedError
 from shardc.errors import CheckpointError, ShardcError
 from shardc.execute.process_group import gather_by_jax
 
@@ -71,6 +72,7 @@ class Group:
         """The result of `work`, which every process does.
 
         Raises:
+          DamagedError: in every process, if that is what failed the work of one, and nothing else did of another.
           CheckpointError: in every process, if the work of one failed.
         """
         return self._all_do(name, work, lambda _: "")[0]
@@ -91,16 +93,20 @@ class Group:
             result.append(work())
         except (ShardcError, OSError) as error:
             failed = error
-        here = {"made": text(result[0])} if failed is None else {"failed": str(failed)}
+        damaged = isinstance(failed, DamagedError)
+        here = {"made": text(result[0])} if failed is None else {"failed": str(failed), "damaged": damaged}
         said = [json.loads(each) for each in self.gather(name, json.dumps(here))]
-        if isinstance(failed, ShardcError):
+        wrong = sorted((each["damaged"], p) for p, each in enumerate(said) if "failed" in each)
+        if not wrong:
+            return result[0], said[0]["made"]
+        is_damaged, other = wrong[0]
+        if is_damaged:
+            raise DamagedError(said[other]["failed"])
+        if isinstance(failed, ShardcError) and not damaged:
             raise failed
-        if failed is not None:
+        if isinstance(failed, OSError):
             raise CheckpointError(f"{name}: {failed}") from failed
-        other = next((p for p, each in enumerate(said) if "failed" in each), None)
-        if other is not None:
-            raise CheckpointError(f"process {other}: {said[other]['failed']}")
-        return result[0], said[0]["made"]
+        raise CheckpointError(f"process {other}: {said[other]['failed']}")
 
 
 def group_of(peers: ClusterPeers | None) -> Group:

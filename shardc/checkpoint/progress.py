@@ -12,7 +12,7 @@ import jax
 class StatusLine(Protocol):
     """The part of a `Cluster` that shows a status line."""
 
-    def say(self, *, step: int, loss: float | None, tokens: float | None) -> None: ...
+    def say(self, **facts: Any) -> None: ...
 
 
 class Progress:
@@ -40,6 +40,11 @@ class Progress:
         self._waiting = loss
         self._take(loss)
         self._line.say(step=step, loss=self._loss, tokens=rate)
+
+    def saved(self, step: int) -> None:
+        """Report the last complete checkpoint. The launcher takes new hosts then."""
+        if self._line is not None:
+            self._line.say(saved=step)
 
     def _take(self, loss: Any) -> None:
         if loss is None:

@@ -12,14 +12,11 @@ from numpy.typing import NDArray
 
 from shardc.arrays.pieces import Index
 from shardc.checkpoint import orbax
-from shardc.checkpoint.leaves import decode, described, named_leaves
-from shardc.checkpoint.manifest import StoredLeaf
-from shardc.checkpoint.steps import Checkpoint
+from shardc.checkpoint.leaves import decode, described, named_leaves, stored_dtype
+from shardc.checkpoint.manifest import DamagedError, StoredLeaf
+from shardc.checkpoint.steps import READERS, Checkpoint, StoredRows
 from shardc.checkpoint.targets import Pieces, Place, target_of, zeros
 from shardc.errors import CheckpointError, all_offenders, did_you_mean
-
-READERS: Final = 8
-"""Leaves that are read at the same time."""
 
 
 def check_fits(checkpoint: Checkpoint, tree: Any) -> None:
@@ -96,12 +93,25 @@ def _piece(checkpoint: Checkpoint, leaf: StoredLeaf, index: Index, like: Any) ->
         return zeros(index, like.dtype if leaf.dtype.startswith("key<") else np.dtype(leaf.dtype))
     if not index:
         (part,) = checkpoint.parts[leaf.path]
-        return decode(orbax.read(checkpoint.folder / str(part.owner), part.name, ()), leaf.dtype)
+        return decode(_stored(checkpoint, leaf, part, ()), leaf.dtype)
     (start, stop), *rest = index
     found: list[NDArray[Any]] = []
     for part in checkpoint.parts[leaf.path]:
         low, high = max(start, part.start), min(stop, part.stop)
         if low < high:
             rows = ((low - part.first, high - part.first), *rest)
-            found.append(orbax.read(checkpoint.folder / str(part.owner), part.name, rows))
+            found.append(_stored(checkpoint, leaf, part, rows))
     return decode(orbax.joined(found), leaf.dtype)
+
+
+def _stored(checkpoint: Checkpoint, leaf: StoredLeaf, part: StoredRows, index: Index) -> NDArray[Any]:
+    """A piece of a stored array.
+
+    Raises:
+      DamagedError: it cannot be read, or is of another type than the leaf.
+    """
+    found = orbax.read(checkpoint.folder / str(part.owner), part.name, index)
+    is_like = leaf.dtype.startswith("key<") or (found.dtype, found.ndim) == (stored_dtype(leaf.dtype), len(index))
+    if not is_like:
+        raise DamagedError(f"the array {part.name} of owner {part.owner} is of another type than {leaf.path}: {leaf}")
+    return found

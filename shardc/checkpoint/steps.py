@@ -1,24 +1,40 @@
 """The checkpoints in a directory: which are complete, which one is the last, which may go.
 
 A checkpoint is written to `<step>.partial`. When the manifests of all owners are there, the folder is renamed to
-`<step>`: this commits it.
+`<step>`: this commits it. A symbolic link that is named so can be read. It is renamed or removed itself; what it points
+to stays as it is.
 """
 
 from __future__ import annotations
 
+import os
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Final
 
-from shardc.checkpoint.manifest import Manifest, StoredLeaf, manifest_path, read_manifest
+from shardc.checkpoint.manifest import (
+    DamagedError,
+    Manifest,
+    StoredFile,
+    StoredLeaf,
+    digest_of,
+    manifest_path,
+    read_manifest,
+)
 
 TOKEN: Final = ".token-"
 """How the name of a file begins that is written to see whether all processes share the directory."""
 PARTIAL: Final = ".partial"
 """How the name of a folder ends that is being written, or that an interrupted writer has left."""
+READERS: Final = 8
+"""Files, or leaves, that are read at the same time."""
+NAMED: Final = 8
+"""Owners without a manifest that are named."""
 
 
 @dataclass(frozen=True)
@@ -64,10 +80,17 @@ class Checkpoint:
     def plan(self) -> str:
         return self.manifests[0].plan
 
+    @property
+    def files(self) -> dict[str, StoredFile]:
+        """The files of all owners, by their paths in the folder."""
+        return {f"{m.owner}/{name}": file for m in self.manifests for name, file in m.files.items()}
+
 
 def folders_in(directory: Path, suffix: str = "") -> dict[int, Path]:
-    """The folder of each step, the newest first: the committed ones, or with PARTIAL those that are being written."""
-    names = (p.name.removesuffix(suffix) for p in directory.iterdir() if p.is_dir() and p.name.endswith(suffix))
+    """The folder of each step, or a link, the newest first: the committed ones, or with PARTIAL those that are being
+    written."""
+    paths = [p for p in directory.iterdir() if p.name.endswith(suffix) and (p.is_dir() or p.is_symlink())]
+    names = [p.name.removesuffix(suffix) for p in paths]
     steps = {int(name) for name in names if name.isdecimal() and str(int(name)) == name}
     return {step: directory / f"{step}{suffix}" for step in sorted(steps, reverse=True)}
 
@@ -88,7 +111,7 @@ def foreign(directory: Path) -> list[str]:
     """The folders that are named like steps, and that somebody else has made: none has an owner and its manifest."""
 
     def is_ours(folder: Path) -> bool:
-        inside = list(folder.iterdir())
+        inside = list(folder.iterdir()) if folder.is_dir() else []
         return not inside or any(p.name.isdecimal() and p.with_suffix(".json") in inside for p in inside)
 
     return [folder.name for folder in folders_in(directory).values() if not is_ours(folder)]
@@ -108,32 +131,49 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         return Checkpoint(step, folder, missing="no manifest is there")
     manifests = tuple(found[owner] for owner in sorted(found))
     owners = manifests[0].owners
-    absent = [str(o) for o in range(owners) if o not in found]
+    absent = list(islice((str(o) for o in range(owners) if o not in found), NAMED + 1))
     if absent:
+        absent[NAMED:] = ["..."] * (len(absent) > NAMED)
         return Checkpoint(step, folder, manifests, f"the manifest of owner {', '.join(absent)} of {owners} is missing")
     if any(m.owners != owners or m.step != step for m in manifests) or len(found) > owners:
         return Checkpoint(step, folder, manifests, damage="its manifests do not belong together")
-    damage = _damage(folder, manifests)
-    parts = parts_by_path(manifests)
-    lost = [leaf.path for leaf in manifests[0].leaves if leaf.path not in parts]
-    if lost and not damage:
-        damage = f"no owner has all of {', '.join(lost)}"
     missing = "its writer was stopped at the end" if folder.suffix == PARTIAL else ""
-    return Checkpoint(step, folder, manifests, missing, damage, parts)
+    made = Checkpoint(step, folder, manifests, missing, "", parts_by_path(manifests))
+    return replace(made, damage=_damage(made))
 
 
-def _damage(folder: Path, manifests: Iterable[Manifest]) -> str:
-    """The first file that is not as it was written."""
-    for m in manifests:
-        for name, size in m.files.items():
-            path = folder / str(m.owner) / name
-            try:
-                there = path.stat().st_size
-            except OSError:
-                return f"{m.owner}/{name} is missing"
-            if there != size:
-                return f"{m.owner}/{name} has {there} bytes, it had {size}"
-    return ""
+def _damage(checkpoint: Checkpoint) -> str:
+    """The first file that is missing or has another size than was written; else the leaves that lack rows."""
+    for name, file in checkpoint.files.items():
+        path = checkpoint.folder / name
+        if not os.path.isfile(path):  # as Path.is_file, without its errors
+            return f"{name} is missing"
+        if (there := path.stat().st_size) != file.size:
+            return f"{name} has {there} bytes, it had {file.size}"
+    lost = [leaf.path for leaf in checkpoint.leaves if leaf.path not in checkpoint.parts]
+    return f"no owner has all of {', '.join(lost)}" if lost else ""
+
+
+def check_files(checkpoint: Checkpoint, me: int, processes: int) -> None:
+    """Read a share of the files of a checkpoint, that of process `me` of so many.
+
+    Raises:
+      DamagedError: one is not as it was written.
+    """
+    by_size = sorted(checkpoint.files.items(), key=lambda item: (-item[1].size, item[0]))
+    mine = [(name, file.digest) for name, file in by_size if file.digest][me::processes]
+    with ThreadPoolExecutor(READERS, "shardc checkpoint reader") as pool:
+        found = pool.map(_digest, [checkpoint.folder / name for name, _ in mine])
+        wrong = [name for (name, digest), there in zip(mine, found, strict=True) if there != digest]
+    if wrong:
+        raise DamagedError(f"{wrong[0]} is not as it was written")
+
+
+def _digest(path: Path) -> str:
+    try:
+        return digest_of(path)
+    except OSError:
+        return "cannot be read"
 
 
 def parts_by_path(manifests: Sequence[Manifest]) -> dict[str, tuple[StoredRows, ...]]:
@@ -161,12 +201,20 @@ def _covering(rows: int, there: Sequence[StoredRows]) -> tuple[StoredRows, ...]:
     return tuple(found)
 
 
-def last_complete(directory: Path) -> tuple[Checkpoint | None, list[Checkpoint]]:
-    """The newest complete checkpoint, and the newer ones that are not complete."""
+def last_complete(
+    directory: Path, damaged: Mapping[int, str] | None = None
+) -> tuple[Checkpoint | None, list[Checkpoint]]:
+    """The newest complete checkpoint, and the newer ones that are not complete.
+
+    Args:
+      damaged: by step what was found already when files were read.
+    """
     newer: list[Checkpoint] = []
     every = [*folders_in(directory).items(), *folders_in(directory, PARTIAL).items()]
-    for _, folder in sorted(every, reverse=True):
+    for step, folder in sorted(every, reverse=True):
         checkpoint = read_checkpoint(folder)
+        if checkpoint.is_complete:
+            checkpoint = replace(checkpoint, damage=(damaged or {}).get(step, ""))
         if checkpoint.is_complete:
             return checkpoint, newer
         newer.append(checkpoint)
@@ -181,12 +229,10 @@ def tidy(directory: Path, taken: int) -> None:
     for path in directory.glob(f"{TOKEN}*"):
         path.unlink(missing_ok=True)
     for folder in folders_in(directory, PARTIAL).values():
-        shutil.rmtree(folder)
+        _delete(folder)
     for step, folder in folders_in(directory).items():
         if step > taken:
-            aside = folder.with_suffix(".damaged")
-            shutil.rmtree(aside, ignore_errors=True)
-            folder.replace(aside)
+            _rename(folder, folder.with_suffix(".damaged"))
 
 
 def prune(directory: Path, keep: int) -> None:
@@ -203,6 +249,19 @@ def remove(folder: Path) -> None:
     """Remove a checkpoint. It loses its name first, so that at no time a part of it counts as complete."""
     gone = folder.with_suffix(PARTIAL)
     if gone != folder:
-        shutil.rmtree(gone, ignore_errors=True)
-        folder.replace(gone)
-    shutil.rmtree(gone)
+        _rename(folder, gone)
+    _delete(gone)
+
+
+def _rename(folder: Path, to: Path) -> None:
+    """Rename a folder, or a link to one, and delete what had the name."""
+    _delete(to)
+    folder.rename(to)
+
+
+def _delete(folder: Path) -> None:
+    """Delete a folder if it is there; of a symbolic link the link alone."""
+    if folder.is_symlink():
+        folder.unlink()
+    elif folder.exists():
+        shutil.rmtree(folder)

@@ -1,11 +1,13 @@
 """Agents: launchers on other hosts, which start and kill processes for the supervisor of the run.
 
-An agent is a client of the run's store, with the number -1 - i for process i. It reports `here`, `ended` and `output`;
-the supervisor asks it to `start`, `kill` and `interrupt` its process, and to `end`.
+An agent is a client of the run's store, with the number -1 - i for place i. It reports `here`, `ended` and `output`;
+the supervisor asks it to `start`, `kill` and `interrupt` its process, and to `end`. An agent that loses the connection
+kills its process and connects again.
 """
 
 from __future__ import annotations
 
+import logging
 import platform
 import threading
 from collections.abc import Callable, Mapping
@@ -23,24 +25,34 @@ from shardc.launch.options import RunOptions
 from shardc.launch.output import Screen
 from shardc.launch.supervisor import GRACE, INTERRUPTED, Event
 from shardc.runtime.cluster import processes_text
+from shardc.runtime.connection import BEAT
 from shardc.runtime.store import Store, StoreServer
 
+_REFUSALS: Final = 3
+"""Refused connections in a row after which the supervisor counts as ended: its host answers, and nobody listens."""
+_TRY_SECONDS: Final = 2.0
+"""Seconds of one try to connect again."""
+_PAUSE: Final = 0.5
+"""Seconds between two tries."""
+_log: Final = logging.getLogger("shardc")
 _BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
+_NETWORK: Final = Path("/proc/self/ns/net")
 
 
 def host_id() -> str:
-    """A unique name of this host or container."""
-    return f"{platform.node()} {_BOOT.read_text().strip() if _BOOT.exists() else ''}"
+    """A unique name of this host or container. Processes with the same name share a loopback address."""
+    boot = _BOOT.read_text().strip() if _BOOT.exists() else ""
+    return f"{platform.node()} {boot} {_NETWORK.readlink() if _NETWORK.is_symlink() else ''}"
 
 
 # -- on the side of the supervisor
 
 
 class RemoteProcess:
-    """A process that an agent starts. It is `here` once the agent has connected.
+    """A process that an agent starts, again and again. It is `here` while the agent is connected.
 
     Args:
-      number: of the process.
+      number: of its place.
       notify: sends an event to the agent.
       events: of the supervisor.
       screen: shows output that the agent forwards.
@@ -56,6 +68,8 @@ class RemoteProcess:
         self.number = number
         self.host = ""
         """The name of the agent's host."""
+        self.status: Callable[[], str] = str
+        """Gives the text of the agent's last sign of life, what its process does; empty if that is long ago."""
         self._notify, self._events, self._screen = notify, events, screen
         self._here, self._ended = threading.Event(), threading.Event()
         self._ended.set()
@@ -74,6 +88,7 @@ class RemoteProcess:
             case "here":
                 self.host = said["host"]
                 self._here.set()
+                self._events.put(("host here", self.number))
             case "output":
                 if self._screen is not None:
                     show = self._screen.out if said["descriptor"] == 1 else self._screen.err
@@ -91,12 +106,10 @@ class RemoteProcess:
             self._ended.set()
             self._events.put(("host lost", self.number, self._start))
 
-    def wait_until_here(self, seconds: float) -> bool:
-        """Wait for the agent to connect. Returns whether it has in time."""
-        return self._here.wait(seconds)
+    def replace(self) -> None:
+        """Ask for another agent, where something can start one. Here the lost one may connect again."""
 
     def start(self, job: Job) -> None:
-        self._here.wait(0 if job.start > 1 else job.config.deadline)
         with self._changing:
             if not self.is_here:
                 raise ClusterError("the launcher of its host is lost")
@@ -120,6 +133,9 @@ class RemoteProcess:
     def tail(self) -> list[str]:
         return self._tail
 
+    def activity(self) -> str:
+        return self.status()
+
 
 class Agents:
     """The agents of a run, and its store, which they connect to.
@@ -141,6 +157,7 @@ class Agents:
 
     def add(self, remote: RemoteProcess) -> None:
         self.remotes[remote.number] = remote
+        remote.status = lambda: self.server.status(-1 - remote.number, 3 * BEAT)
 
     def notifier(self, process: int) -> Callable[[Mapping[str, Any]], object]:
         """A function that sends an event to the agent of a process."""
@@ -156,15 +173,24 @@ class Agents:
         if process < 0 and (remote := self.remotes.get(-1 - process)) is not None:
             remote.lost()
 
-    def meet(self, seconds: float) -> bool:
+    def meet(self, seconds: float, most_missing: int = 0, patience: float = 0.0) -> bool:
         """Wait for all agents. False: the user has interrupted the run.
 
+        Args:
+          most_missing: how many the run can do without.
+          patience: seconds that it waits for these after the others have come.
+
         Raises:
-          ClusterError: some did not come in time; it names them.
+          ClusterError: too many did not come in time; it names them.
         """
         until = monotonic() + seconds
+        enough: float | None = None
         while missing := [r.number for r in self.remotes.values() if not r.is_here]:
-            if monotonic() > until:
+            if len(missing) <= most_missing:
+                enough = enough or monotonic()
+                if monotonic() > enough + patience:
+                    return True
+            elif monotonic() > until:
                 raise ClusterError(
                     f"{processes_text(missing)} did not come within {seconds:g} s. Process 0 waits at "
                     f"{self.server.address}: if that is no address that other hosts reach, give --bind an address or a "
@@ -193,13 +219,13 @@ class Post:
     Attributes:
       address: of the run's store.
       secret: of the run.
-      process: number of the process that it starts.
+      place: number of its place.
       bind: the address of this host for other processes; empty for that by which it reaches the store.
     """
 
     address: str
     secret: bytes
-    process: int
+    place: int
     bind: str = ""
 
 
@@ -230,7 +256,8 @@ def serve(
     prepare: Callable[[Job], Job] = lambda job: job,
     forwards: bool = False,
 ) -> int:
-    """Serve as an agent until the run ends. Returns the exit code of the run.
+    """Serve as an agent until the run ends. Returns the exit code of the run; 1 if the supervisor has ended, or cannot
+    be reached again before the deadline.
 
     Args:
       options: of the run.
@@ -239,20 +266,49 @@ def serve(
       forwards: whether the supervisor shows the process's output.
     """
     forward = _Forward() if forwards else None
-    process = LocalProcess(post.process, options, forward, events)
-    store = Store(
-        post.address, post.secret, -1 - post.process, lambda event: events.put(("told", event)), options.deadline
-    )
-    if forward is not None:
-        forward.store = store
-    store.report({"what": "here", "host": host_id()})
+    process = LocalProcess(post.place, options, forward, events)
+    store: Store | None = _connect(post, options, events, options.deadline)
     try:
-        return _obey(post, process, store, events, prepare)
+        while store is not None:
+            store.status = process.activity
+            if forward is not None:
+                forward.store = store
+            with suppress(ClusterError):  # the connection is lost at once
+                store.report({"what": "here", "host": host_id()})
+            code = _obey(post, process, store, events, prepare)
+            process.kill()
+            process.wait(GRACE)
+            store.close()
+            if code is not None:
+                return code
+            store = _connect_again(post, options, events)
+        return 1
     finally:
         process.kill()
         process.wait(GRACE)
         process.close()
-        store.close()
+
+
+def _connect(post: Post, options: RunOptions, events: SimpleQueue[Event], seconds: float) -> Store:
+    """Connect to the store of the run. What it tells comes as events."""
+    return Store(
+        post.address, post.secret, -1 - post.place, lambda event: events.put(("told", event)), seconds, options.silence
+    )
+
+
+def _connect_again(post: Post, options: RunOptions, events: SimpleQueue[Event]) -> Store | None:
+    """Connect to the store after a break of the network. None: the supervisor has ended, or the deadline has passed."""
+    _log.warning("process %d: the connection to the run is lost; trying again", post.place)
+    until, refused = monotonic() + options.deadline, 0
+    while monotonic() < until and refused < _REFUSALS:
+        with suppress(Empty):
+            if events.get(timeout=_PAUSE)[0] == "interrupt":
+                return None
+        try:
+            return _connect(post, options, events, _TRY_SECONDS)
+        except ClusterError as error:
+            refused += isinstance(error.__cause__, ConnectionRefusedError)
+    return None
 
 
 def _with_links(job: Job, host: str) -> Job:
@@ -262,7 +318,8 @@ def _with_links(job: Job, host: str) -> Job:
 
 def _obey(
     post: Post, process: LocalProcess, store: Store, events: SimpleQueue[Event], prepare: Callable[[Job], Job]
-) -> int:
+) -> int | None:
+    """Do what the supervisor asks for until the run ends. Returns its exit code; None if the connection is lost."""
     until: float | None = None
     while until is None or monotonic() < until:
         try:
@@ -277,7 +334,7 @@ def _obey(
             case "told", {"event": "end", "code": code}:
                 return int(code)
             case "told", {"event": "gone"}:
-                return 1
+                return None
             case "ended", _, start, code:
                 with suppress(ClusterError):  # the launcher has ended: the next event says so
                     store.report({"what": "ended", "start": start, "code": code, "tail": process.tail()})

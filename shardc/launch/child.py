@@ -2,7 +2,7 @@
 
     python -m shardc.launch.child DESCRIPTOR [-m] script arguments...
 
-The descriptor is a pipe from the launcher: it carries one line, the job, and is closed when the launcher ends.
+The descriptor is a pipe from the launcher: it carries one line, the job.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import shutil
 import signal
 import sys
 import threading
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -25,7 +24,7 @@ from typing import Any, Final, NoReturn
 import jax
 
 from shardc.arrays.buffers import allocate
-from shardc.errors import ClusterError, DisagreementError, PeerLostError, StepFailedError
+from shardc.errors import ClusterError, DisagreementError, StepFailedError, is_of_another_process
 from shardc.execute.process_group import settle_all
 from shardc.launch.job import Job
 from shardc.launch.output import write_all
@@ -42,10 +41,7 @@ _log: Final = logging.getLogger("shardc")
 def main() -> None:
     """Run the process that the job describes."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background processes ignore it
-    pipe = int(sys.argv[1])
-    os.set_inheritable(pipe, False)
-    job = Job.from_json(_line(pipe))
-    threading.Thread(target=_watch, args=(pipe, job), name="shardc launcher", daemon=True).start()
+    job = Job.from_json(_line(int(sys.argv[1])))
     with suppress(AttributeError):  # a script may be started without them
         sys.stdout.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
     try:
@@ -68,19 +64,11 @@ def main() -> None:
 
 
 def _line(pipe: int) -> str:
-    text = b""
-    while not text.endswith(b"\n"):
-        piece = os.read(pipe, 1 << 16)
-        if not piece:
-            os._exit(1)  # whoever started it is gone
-        text += piece
+    with os.fdopen(pipe, "rb") as file:
+        text = file.read()
+    if not text.endswith(b"\n"):
+        os._exit(1)  # whoever started it is gone
     return text.decode()
-
-
-def _watch(pipe: int, job: Job) -> None:
-    with suppress(OSError):
-        os.read(pipe, 1)
-    _orphaned(job)
 
 
 def _orphaned(job: Job) -> None:
@@ -121,7 +109,7 @@ _failing: Final = threading.Lock()
 
 def cause_of(cluster: Cluster, error: BaseException) -> BaseException:
     """An error, or what caused it: a collective whose members come from other calls fails with words of its own."""
-    if not isinstance(error, StepFailedError | jax.errors.JaxRuntimeError) or isinstance(error, PeerLostError):
+    if not isinstance(error, StepFailedError | jax.errors.JaxRuntimeError) or is_of_another_process(error):
         return error
     found = cluster.error_within(_CAUSE_SECONDS)
     return error if found is None else found.with_traceback(error.__traceback__)
@@ -161,17 +149,9 @@ def report_of(error: BaseException, text: str, code: int) -> dict[str, Any]:
         "code": code,
         "text": text,
         "why": why,
-        "follows": any(isinstance(e, PeerLostError) for e in _chain(error)),
+        "follows": is_of_another_process(error),
         "final": isinstance(error, SystemExit | KeyboardInterrupt | DisagreementError),
     }
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        yield error
-        error = error.__cause__ or error.__context__
 
 
 def error_text(error: BaseException) -> tuple[str, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -14,6 +14,10 @@ _OTHER_CALL: Final = "gloo::EnforceNotMet"
 _HEAD_START: Final = 0.5
 """Seconds subtracted from the time of a death: other processes see its closed connections before the launcher sees
 its end."""
+SETTLE: Final = 0.3
+"""Seconds for which a failure waits for others of the same cause."""
+_CAUSE_SECONDS: Final = 3.0
+"""Seconds for which a failure that follows from another one waits for that one."""
 
 
 @dataclass(frozen=True)
@@ -51,11 +55,38 @@ class Failure:
         return self.code == 128 + signal.SIGABRT and any(_OTHER_CALL in line for line in self.tail)
 
     @property
-    def order(self) -> tuple[bool, float]:
-        """Sort key of failures: the smallest is the cause of the end of the run."""
-        return self.follows or self.is_fate or self.is_of_gloo, self.when - _HEAD_START * (
-            self.why.startswith("killed") and self.code != 128 + signal.SIGABRT
-        )
+    def may_follow(self) -> bool:
+        """Whether another process may have caused this failure."""
+        return self.follows or self.is_fate or self.is_of_gloo
+
+    @property
+    def order(self) -> tuple[bool, bool, float]:
+        """Sort key of failures: the smallest is the cause of the others."""
+        killed = self.why.startswith("killed") and self.code != 128 + signal.SIGABRT
+        return self.may_follow, not self.final, self.when - _HEAD_START * killed
+
+
+class Losses:
+    """Failures that wait for their cause: the first to be reported need not be the first that happened."""
+
+    def __init__(self) -> None:
+        self._failures: list[Failure] = []
+
+    def add(self, failure: Failure) -> None:
+        self._failures.append(failure)
+
+    def __bool__(self) -> bool:
+        return bool(self._failures)
+
+    def is_due(self, now: float) -> bool:
+        """Whether a failure has waited long enough."""
+        return any(now >= f.when + (_CAUSE_SECONDS if f.may_follow else SETTLE) for f in self._failures)
+
+    def take(self, processes: Collection[int] | None = None) -> list[Failure]:
+        """Take the failures of these processes, or all. The first one is the cause."""
+        taken = [f for f in self._failures if processes is None or f.process in processes]
+        self._failures = [f for f in self._failures if f not in taken]
+        return sorted(taken, key=lambda f: f.order)
 
 
 def shell_code(returned: int) -> int:

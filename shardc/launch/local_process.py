@@ -16,6 +16,7 @@ from queue import SimpleQueue
 from typing import Any, Final, Protocol
 
 from shardc.errors import ClusterError
+from shardc.launch.activity import Activity
 from shardc.launch.job import Job
 from shardc.launch.options import RunOptions
 from shardc.launch.output import Lines, Pump, Tail, Take, WithoutNoise, write_all
@@ -27,6 +28,9 @@ LINES: Final = 40
 """The most lines of standard error that are shown of a process that failed."""
 _END_SECONDS: Final = 10.0
 """Seconds that a killed process may take to end."""
+_GUARD: Final = 'read -r line; kill -9 "-$0"; [ -z "$1" ] || rm -rf -- "$1"'
+"""Waits for the end of its standard input, which ends with this process; then kills a process group, and removes a
+directory. PR_SET_PDEATHSIG would kill the process alone, before it can end what it has started."""
 
 
 class Shows(Protocol):
@@ -38,15 +42,24 @@ class Shows(Protocol):
 
 
 class ProcessHandle(Protocol):
-    """A process of the run, started here or by an agent, again and again."""
+    """A place where a process of the run is started, again and again: here, or on a host with an agent."""
 
     number: int
+
+    @property
+    def is_here(self) -> bool:
+        """Whether a process can be started now: its host is there."""
+        ...
+
+    def replace(self) -> None:
+        """Ask for another host in place of the lost one, where the launcher can."""
+        ...
 
     def start(self, job: Job) -> None:
         """Start the process. Its end is reported to the maker of this handle: number, start, return code.
 
         Raises:
-          ClusterError: it cannot be started again.
+          ClusterError: it cannot be started.
         """
         ...
 
@@ -63,14 +76,18 @@ class ProcessHandle(Protocol):
         """The last lines of its standard error."""
         ...
 
+    def activity(self) -> str:
+        """What it does: `Activity.look`. To be called about every second."""
+        ...
+
 
 class LocalProcess:
     """A process that runs a script on this machine, in a session of its own.
 
     Args:
-      number: of the process.
+      number: of its place.
       options: of the run: its script, and the file that the output is appended to.
-      screen: shows its output; None keeps only the tail of its standard error.
+      screen: shows its output while it is process 0 of the run; None never does.
       events: gets `("ended", number, start, return code)` at each end.
     """
 
@@ -78,15 +95,24 @@ class LocalProcess:
         self, number: int, options: RunOptions, screen: Shows | None, events: SimpleQueue[tuple[Any, ...]]
     ) -> None:
         self.number = number
-        self._script, self._screen, self._events = options.script, screen, events
+        self._script, self._screens, self._events = options.script, screen, events
+        self._screen: Shows | None = None
         self._log = options.log_of(number)
         self._ended = threading.Event()
         self._ended.set()
         self._tail = Tail()
         self._pumps: list[Pump] = []
         self._popen: subprocess.Popen[bytes] | None = None
+        self._activity: Activity | None = None
         self._lock = threading.Lock()
         self._file = -1
+
+    @property
+    def is_here(self) -> bool:
+        return True
+
+    def replace(self) -> None:
+        """Do nothing: this machine is there."""
 
     def start(self, job: Job) -> None:
         self.kill()  # an agent may get a start before it has noticed that another one is over
@@ -96,15 +122,16 @@ class LocalProcess:
             pump.join(2.0)
         self._ended.clear()
         self._tail = Tail()
+        self._screen = None if job.config.me else self._screens
         self._open_log(job.start)
         job = replace(job, log=str(self._log.absolute()) if self._log else "")
-        job_end, lifeline = os.pipe()
+        job_end, job_start = os.pipe()
         out, err = (self._channel(descriptor) for descriptor in (1, 2))
         try:
             self._popen = subprocess.Popen(
                 [sys.executable, "-m", "shardc.launch.child", str(job_end), *self._script.command()],
                 env=self._script.environment(),
-                stdin=None if self.number == 0 else subprocess.DEVNULL,
+                stdin=subprocess.DEVNULL if job.config.me else None,
                 stdout=out[1],
                 stderr=err[1],
                 pass_fds=[job_end],
@@ -117,16 +144,22 @@ class LocalProcess:
             Pump(out[0], self._takes(1), f"shardc output of process {self.number}"),
             Pump(err[0], self._takes(2), f"shardc errors of process {self.number}"),
         ]
+        guard = subprocess.Popen(
+            ["/bin/sh", "-c", _GUARD, str(self._popen.pid), job.private],
+            stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+        )  # fmt: skip
         with suppress(BrokenPipeError):  # it has died already
-            write_all(lifeline, job.to_json().encode() + b"\n")
+            write_all(job_start, job.to_json().encode() + b"\n")
+        os.close(job_start)
+        self._activity = Activity(self._popen.pid)
         name = f"shardc waits for process {self.number}"
-        threading.Thread(target=self._watch, args=(self._popen, job.start, lifeline), name=name, daemon=True).start()
+        threading.Thread(target=self._watch, args=(self._popen, job.start, guard), name=name, daemon=True).start()
 
     def _open_log(self, start: int) -> None:
         if self._log is None:
             return
         if self._file < 0:
-            self._file = os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+            self._file = os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         if start > 1:
             write_all(self._file, f"== process {self.number}, start {start}\n".encode())
 
@@ -153,12 +186,12 @@ class LocalProcess:
             takes.append(WithoutNoise(self._screen.out if descriptor == 1 else self._screen.err))
         return takes
 
-    def _watch(self, popen: subprocess.Popen[bytes], start: int, lifeline: int) -> None:
+    def _watch(self, popen: subprocess.Popen[bytes], start: int, guard: subprocess.Popen[bytes]) -> None:
         os.waitid(os.P_PID, popen.pid, os.WEXITED | os.WNOWAIT)
-        with self._lock:
+        with self._lock, guard:
+            guard.kill()  # while the number of the process is its own
             self._kill_group(popen, signal.SIGKILL)  # what it has started ends with it
             code = popen.wait()
-        os.close(lifeline)
         self._ended.set()
         self._events.put(("ended", self.number, start, code))
 
@@ -179,6 +212,9 @@ class LocalProcess:
 
     def wait(self, seconds: float) -> bool:
         return self._ended.wait(seconds)
+
+    def activity(self) -> str:
+        return "" if self._activity is None else self._activity.look()
 
     def _drain(self) -> None:
         for pump in self._pumps:

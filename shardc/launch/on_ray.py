@@ -15,7 +15,6 @@ from typing import Any, Final
 
 from shardc.errors import ClusterError
 from shardc.launch.agent import Agents, Post, RemoteProcess, serve
-from shardc.launch.job import Job
 from shardc.launch.on_this_machine import interrupts_to
 from shardc.launch.options import RunOptions
 from shardc.launch.output import Screen
@@ -24,8 +23,6 @@ from shardc.launch.under_a_cluster import interface_address
 from shardc.runtime.wire import new_secret
 
 _LOOPBACK: Final = "127.0.0.1"
-_START_SECONDS: Final = 120.0
-"""Seconds that a new actor may take to connect."""
 
 
 def run_on_ray(options: RunOptions, processes: int) -> int:
@@ -59,12 +56,8 @@ class _RayProcess(RemoteProcess):
         self._make_actor = make_actor
         self.actor: Any = make_actor(number)
 
-    def start(self, job: Job) -> None:
-        if not self.is_here:
-            self.actor = self._make_actor(self.number)
-            if not self.wait_until_here(_START_SECONDS):
-                raise ClusterError(f"a new actor of Ray did not report within {_START_SECONDS:g} s")
-        super().start(job)
+    def replace(self) -> None:
+        self.actor = self._make_actor(self.number)
 
 
 class _RayRun:
@@ -93,18 +86,17 @@ class _RayRun:
         try:
             actor = self._ray.remote(num_cpus=1, num_gpus=self._gpus, max_restarts=0)(_Actor)
 
-            def make_actor(process: int) -> Any:
+            def make_actor(place: int) -> Any:
                 strategy = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
-                    placement_group=group, placement_group_bundle_index=process
+                    placement_group=group, placement_group_bundle_index=place
                 )
                 made = actor.options(scheduling_strategy=strategy).remote()
-                made.serve.remote(self._post(process), self._options, os.getcwd())
+                made.serve.remote(self._post(place), self._options, os.getcwd())
                 return made
 
             for p in range(self._processes):
-                shown = self._screen if p == 0 else None
-                self._agents.add(_RayProcess(p, self._agents.notifier(p), self._events, shown, make_actor))
-            if self._agents.meet(self._options.deadline):
+                self._agents.add(_RayProcess(p, self._agents.notifier(p), self._events, self._screen, make_actor))
+            if self._agents.meet(self._options.deadline, *self._options.missing(self._processes)):
                 code = self._supervise()
         finally:
             self._agents.end(code)
@@ -112,8 +104,8 @@ class _RayRun:
             self._ray.util.remove_placement_group(group)
         return code
 
-    def _post(self, process: int) -> Post:
-        return Post(self._agents.server.address, self._secret, process)
+    def _post(self, place: int) -> Post:
+        return Post(self._agents.server.address, self._secret, place)
 
     def _place(self) -> Any:
         bundle = {"CPU": 1, **({"GPU": self._gpus} if self._gpus else {})}
@@ -131,7 +123,7 @@ class _RayRun:
         server = self._agents.server
         job = self._options.job(self._processes, server.address, self._secret)
         remotes = list(self._agents.remotes.values())
-        return Supervisor(job, remotes, self._screen, lambda job: job, server, self._events).run()
+        return Supervisor(job, remotes, self._screen, lambda job, place: job, server, self._events).run()
 
 
 class _Actor:
@@ -142,4 +134,4 @@ class _Actor:
         with suppress(OSError):
             os.chdir(directory)
 
-        return serve(post, options, SimpleQueue(), forwards=post.process == 0)
+        return serve(post, options, SimpleQueue(), forwards=True)

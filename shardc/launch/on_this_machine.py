@@ -5,11 +5,11 @@ from __future__ import annotations
 import shutil
 import signal
 import tempfile
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any, Final
 
 from shardc.launch.job import Job
@@ -33,17 +33,14 @@ def run_on_this_machine(options: RunOptions, processes: int) -> int:
             f"unix:{private}/store", secret, on_report=lambda process, said: events.put(("report", process, said))
         )
         try:
-            job = options.job(processes, server.address, secret, str(private))
-            handles = [LocalProcess(p, options, screen if p == 0 else None, events) for p in range(processes)]
+            job = options.job(processes, server.address, secret)
+            handles = [LocalProcess(p, options, screen, events) for p in range(processes)]
 
-            def job_of(job: Job) -> Job:
-                me = job.config.me
-                island = job.config.island(me).start
-                return replace(
-                    job,
-                    config=replace(job.config, links=f"unix:{private}/{me}.{job.start}"),
-                    cache=str(private / f"programs-{island}") if options.restarts else "",
-                )
+            prepare = preparing(options, private)
+
+            def job_of(job: Job, place: int) -> Job:
+                links = f"unix:{private}/{job.config.me}.{job.start}"
+                return prepare(replace(job, config=replace(job.config, links=links)))
 
             code = Supervisor(job, handles, screen, job_of, server, events).run()
             for handle in handles:
@@ -66,6 +63,17 @@ def private_directory() -> Generator[Path]:
         shutil.rmtree(path, ignore_errors=True)
 
 
+def preparing(options: RunOptions, private: Path) -> Callable[[Job], Job]:
+    """A function that completes a job of this host."""
+
+    def prepare(job: Job) -> Job:
+        island = job.config.island(job.config.me).start
+        cache = str(private / f"programs-{island}") if options.restarts or options.least else ""
+        return replace(job, cache=cache, private=str(private))
+
+    return prepare
+
+
 @contextmanager
 def interrupts_to(events: SimpleQueue[Event]) -> Generator[None]:
     """Signals that ask this process to end become events of the supervisor."""
@@ -79,3 +87,11 @@ def interrupts_to(events: SimpleQueue[Event]) -> Generator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def is_interrupted(events: SimpleQueue[Event]) -> bool:
+    """Wait a moment for an event. Returns whether it is an interrupt by the user."""
+    try:
+        return events.get(timeout=0.05)[0] == "interrupt"
+    except Empty:
+        return False

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import socket
-from typing import Final
+from typing import Any, Final
 
 import jax
 
+from shardc.errors import ClusterError
 from shardc.launch.job import Job
+from shardc.runtime import tls
 from shardc.runtime.cluster import Cluster
 from shardc.runtime.wire import is_unix
 
@@ -49,7 +52,23 @@ def _form_island(cluster: Cluster, job: Job) -> None:
         cluster_detection_method="deactivate",
         initialization_timeout=max(1, int(config.deadline)),
         coordinator_bind_address=address,
+        **_credentials(config.secret),
     )
+
+
+def _credentials(secret: bytes) -> dict[str, Any]:
+    """The arguments with which JAX lets only processes of this run into the runtime of an island."""
+    if "mtls_cert_file" not in inspect.signature(jax.distributed.initialize).parameters:
+        return {}
+    try:
+        file = tls.identity(secret)
+    except ClusterError:  # a run on one machine needs no TLS of its own
+        return {}
+    return {
+        **{f"mtls_{name}_file": file for name in ("cert", "key", "ca")},
+        "mtls_peer_uri_prefix": tls.URI,
+        "verify_secure_credentials": True,
+    }
 
 
 def go_around_proxies(host: str) -> None:

@@ -7,6 +7,7 @@ from typing import Final
 
 from shardc.compat import detect_process
 from shardc.errors import ClusterError
+from shardc.launch.hosts import run_on_hosts
 from shardc.launch.on_ray import run_on_ray
 from shardc.launch.on_this_machine import run_on_this_machine
 from shardc.launch.options import read_options
@@ -23,6 +24,8 @@ def run_command(args: argparse.Namespace) -> int:
       OSError: a file that cannot be written.
     """
     options = read_options(args)
+    if options.hosts is not None:
+        return run_on_hosts(options)
     if options.processes is not None:
         options.check(options.processes)
         return (run_on_ray if options.ray else run_on_this_machine)(options, options.processes)

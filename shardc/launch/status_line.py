@@ -9,7 +9,7 @@ from typing import Any
 
 def status_text(statuses: Mapping[int, str]) -> str:
     """The reports of the processes in one line: `step 12 | loss 3.20 | 5,300 tokens/s | process 0 waits for ...`."""
-    said = {p: _facts(text) for p, text in sorted(statuses.items()) if text}
+    said = {p: _facts(text) for p, text in sorted(statuses.items()) if text and p >= 0}
     parts = [_first(said, "step", "step {}"), _first(said, "loss", "loss {:.2f}"),
              _first(said, "tokens", "{:,.0f} tokens/s")]  # fmt: skip
     parts += [f"process {p} waits for {facts['waits']}" for p, facts in said.items() if facts.get("waits")]

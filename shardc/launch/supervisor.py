@@ -1,13 +1,19 @@
 r"""The supervisor of a run: starts its processes, and again those that are lost, and ends all if one fails for good.
 
 started -> joined -> done -> asked to leave -> ended         all well
-             \-> lost -> its island is killed and started again, in a new epoch
-                    \-> no restart is left: "over", 3 s later all are killed
+             \-> lost -> its island is killed and started again, in a new epoch, when its host is there
+                    \-> cannot be mended -> all start again with fewer processes
+                           \-> too few are left: "over", 3 s later all are killed
+
+A *place* is where a process can run: a child of the launcher, or a host with an agent. The processes of the run are
+numbered in the order of the places that it has; it may run on fewer places than there are.
 """
 
 from __future__ import annotations
 
 import json
+import math
+import signal
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -16,19 +22,20 @@ from time import monotonic
 from typing import Any, Final, TypeAlias
 
 from shardc.errors import ClusterError
-from shardc.launch.failure import Failure, failure_line, failure_of, failure_text
+from shardc.launch.activity import COMPUTES, STOPPED
+from shardc.launch.failure import Failure, Losses, failure_line, failure_of, failure_text
+from shardc.launch.goodput import Goodput
 from shardc.launch.job import Job
 from shardc.launch.local_process import ProcessHandle
 from shardc.launch.output import Screen
 from shardc.launch.status_line import status_text
+from shardc.runtime.cluster import RunConfig
 from shardc.runtime.connection import BEAT
 from shardc.runtime.store import StoreServer
 
 GRACE: Final = 3.0
 """Seconds that processes have to end by themselves after one has failed."""
 _INTERRUPT_GRACE: Final = 2.0
-_CAUSE_SECONDS: Final = 3.0
-"""Seconds that a failure which follows from another one waits for that one."""
 _KILL_SECONDS: Final = 10.0
 _EARLIER: Final = 3.0
 """Seconds before the deadline at which a process that has not joined counts as lost. At the deadline those that wait
@@ -36,14 +43,17 @@ for it would fail as well."""
 INTERRUPTED: Final = 130
 
 Event: TypeAlias = tuple[Any, ...]
-"""`("ended", process, start, code)`, `("report", process, data)`, `("host lost", process, start)`, `("interrupt",)`."""
+"""`("ended", place, start, code)`, `("report", process, data)`, `("host lost", place, start)`, `("host here", place)`,
+`("interrupt",)`."""
 
 
 @dataclass
-class _State:
-    """A process as the supervisor knows it."""
+class _Place:
+    """A place, with the process that runs there as the supervisor knows it."""
 
     handle: ProcessHandle
+    process: int = -1
+    """Its number in the run; -1: the run goes on without this place."""
     start: int = 0
     epoch: int = 0
     began: float = 0.0
@@ -58,16 +68,35 @@ class _State:
     why: str = ""
     """The reason if the supervisor has killed it for a fault of its own."""
     report: dict[str, Any] | None = None
+    moved: float = 0.0
+    """When it was last seen to compute; until it has joined, when it was last seen not to be stopped."""
+    unfit: bool = False
+    """Whether its process has failed when no restart was left: nothing is started here any more."""
+
+
+@dataclass
+class _Wait:
+    """A restart that waits for hosts.
+
+    Attributes:
+      cause: the loss that it mends.
+      again: the processes to start.
+      until: time at which the run goes on without these hosts, or ends.
+    """
+
+    cause: Failure
+    again: set[int]
+    until: float
 
 
 class Supervisor:
     """Watches over the processes of a run until all have ended.
 
     Args:
-      job: of process 0 in epoch 0; the others' differ in number, links and log.
-      handles: of the processes, in order.
+      job: of process 0 in epoch 0, for a run on all places; the others' differ in number, links and log.
+      handles: of the places, in order.
       screen: where failures and restarts are printed.
-      job_of: completes the job of a process at a start: links and log.
+      job_of: completes the job of a process at a start in a place, by its number: links and log.
       server: the store; its reports come as events.
       events: what has happened.
     """
@@ -77,153 +106,240 @@ class Supervisor:
         job: Job,
         handles: Sequence[ProcessHandle],
         screen: Screen,
-        job_of: Callable[[Job], Job],
+        job_of: Callable[[Job, int], Job],
         server: StoreServer,
         events: SimpleQueue[Event],
     ) -> None:
         self._job, self._screen, self._job_of, self._server, self._events = job, screen, job_of, server, events
-        self._states = [_State(handle) for handle in handles]
+        self._places = [_Place(handle) for handle in handles]
+        self._members: list[_Place] = []
+        """The place of each process."""
+        self._least = job.config.least or len(handles)
         self._epoch, self._restarts = 0, job.config.restarts
         self._leaving = False
         self._over_at: float | None = None
         """The time at which the remaining processes are killed."""
         self._interrupted = False
         self._failures: list[Failure] = []
-        self._followers: list[Failure] = []
-        """Failures that wait for their cause."""
+        self._losses = Losses()
+        self._wait: _Wait | None = None
+        self._newcomers: set[int] = set()
+        """Places whose hosts are there, and that the run takes at its next checkpoint."""
+        self._saved: int | None = None
+        """The step of the last checkpoint that is known to be complete."""
         self._looked = monotonic()
+        self._goodput = Goodput(self._looked)
 
     # -- the loop
 
     def run(self) -> int:
         """Start all, watch, and return the exit code of the run."""
         try:
-            self._start(range(len(self._states)))
+            self._number(self._chosen() or self._places)
+            self._start(range(len(self._members)))
             while not self._finished():
                 with suppress(Empty):
                     self._take(self._events.get(timeout=0.2))
                 self._look()
         finally:
             self._screen.live("")
-            self._kill(p for p, s in enumerate(self._states) if s.running)
+            self._kill(p for p in self._places if p.running)
         return self._result()
 
     def _finished(self) -> bool:
-        over = self._leaving or self._over_at is not None
-        return over and not any(s.running for s in self._states)
+        over = self._over_at is not None or (self._leaving and not self._losses)
+        return over and not any(p.running for p in self._places)
 
     def _take(self, event: Event) -> None:
         match event:
-            case "ended", p, start, code:
-                if start == self._states[p].start:
-                    self._ended(p, code)
-            case "report", p, said:
-                if p >= 0 and said.get("start") == self._states[p].start:
-                    self._reported(p, said)
-            case "host lost", p, start:
-                if start == self._states[p].start and self._states[p].running:
-                    self._states[p].why = "the launcher of its host is lost"
-                    self._ended(p, -9)
+            case "ended", at, start, code:
+                if start == self._places[at].start and self._places[at].running:
+                    self._ended(self._places[at], code)
+            case "report", process, said:
+                if 0 <= process < len(self._members) and said.get("start") == self._members[process].start:
+                    self._reported(self._members[process], said)
+            case "host lost", at, start:
+                place = self._places[at]
+                self._newcomers.discard(at)
+                if start == place.start and place.running:
+                    place.why = "the launcher of its host is lost"
+                    self._ended(place, -9)
+                if self._over_at is None:
+                    place.handle.replace()
+            case "host here", at:
+                self._arrived(at)
             case _:
                 self._interrupt()
 
-    def _reported(self, p: int, said: Mapping[str, Any]) -> None:
-        state = self._states[p]
+    def _reported(self, place: _Place, said: Mapping[str, Any]) -> None:
         match said["what"]:
             case "joined":
-                state.joined = True
-                for other in self._states:
-                    other.told = False  # else only those hear of ends that were there
+                place.joined = True
+                for member in self._members:
+                    member.told = False  # else only those hear of ends that were there
             case "done":
-                self._ended_well(p, said["calls"])
+                self._ended_well(place, said["calls"])
             case _:
-                state.report = dict(said)
+                place.report = dict(said)
 
-    def _ended_well(self, p: int, calls: Mapping[str, Any]) -> None:
+    def _ended_well(self, place: _Place, calls: Mapping[str, Any]) -> None:
         """Handle the end of a script. When all scripts have ended, all processes leave."""
-        state = self._states[p]
-        if state.ended is not None or self._leaving or self._over_at is not None:
+        if place.ended is not None or self._leaving or self._over_at is not None:
             return
-        if self._is_behind(p):  # it has not noticed a loss, and those that were started again wait for it
-            self._restart(Failure(p, 0, "its script ended before it noticed a loss"), counts=False)
+        if self._is_behind(place):  # it has not noticed a loss, and those that were started again wait for it
+            self._catch_up(Failure(place.process, 0, "its script ended before it noticed a loss"))
             return
-        state.ended, state.told = calls, False
-        if all(s.ended is not None for s in self._states):
+        place.ended, place.told = calls, False
+        if all(m.ended is not None for m in self._members):
             self._leaving = True
             self._server.notify_all({"event": "leave"})
 
     def _tell_ended(self) -> None:
         """Tell the scripts that still run which others have ended: nobody waits for these any more."""
         ended: dict[str, list[int]] = {}
-        for p, state in enumerate(self._states):
-            if state.ended is not None and not state.told:
-                state.told = True
-                ended.setdefault(json.dumps(state.ended), []).append(p)
+        for member in self._members:
+            if member.ended is not None and not member.told:
+                member.told = True
+                ended.setdefault(json.dumps(member.ended), []).append(member.process)
         for calls, processes in ended.items():
             event = {"event": "done", "processes": processes, "epoch": self._epoch, "calls": json.loads(calls)}
-            for p, state in enumerate(self._states):
-                if state.ended is None:
-                    self._server.notify(p, event)
+            for member in self._members:
+                if member.ended is None:
+                    self._server.notify(member.process, event)
+
+    # -- which places the run has
+
+    @property
+    def _config(self) -> RunConfig:
+        """The configuration of process 0 for the places that the run has."""
+        config, processes = self._job.config, len(self._members)
+        islands = 1 if config.islands == 1 else processes // config.per_island
+        return replace(config, processes=processes, islands=islands, epoch=self._epoch, restarts=self._restarts)
+
+    def _chosen(self) -> list[_Place]:
+        """The most places that the run can go on with now; none if they are too few. Islands stay whole."""
+        there = [p for p in self._places if p.handle.is_here and not p.unfit]
+        config = self._job.config
+        size = 1 if config.islands == 1 else config.per_island
+        processes = len(there) // size * size
+        return there[:processes] if processes >= self._least else []
+
+    def _number(self, places: Sequence[_Place]) -> None:
+        """Number the processes of these places. What is still on its way from earlier ones is of earlier starts."""
+        latest = max(p.start for p in self._places)
+        for place in self._places:
+            place.process, place.start = -1, latest
+        for process, place in enumerate(places):
+            place.process = process
+        self._members = list(places)
+        self._newcomers.clear()
+
+    def _arrived(self, at: int) -> None:
+        """Handle a host that is there, for the first time or again."""
+        place = self._places[at]
+        if self._wait is not None:
+            self._go_on()
+        elif place.process < 0 and not place.unfit and self._over_at is None and not self._leaving:
+            self._newcomers.add(at)
+            self._screen.say(f"{_host(place)} is there; the run takes it at its next checkpoint")
+
+    def _regroup(self, places: Sequence[_Place]) -> None:
+        """Go on with these places from the last checkpoint: all processes start again."""
+        self._wait = None
+        self._kill(p for p in self._places if p.running)
+        self._losses.take()
+        for process in range(len(self._members)):
+            self._server.drop(process)
+        self._number(places)
+        self._epoch += 1
+        self._goodput.interrupt()
+        self._tell_epoch()
+        self._start(range(len(self._members)))
+
+    def _go_on_without(self, cause: Failure, why: str) -> bool:
+        """Go on with fewer processes, if enough are left. `why`: the reason that the loss cannot be mended."""
+        chosen = self._chosen()
+        if not chosen:
+            return False
+        self._say_failure(cause)
+        self._screen.say(
+            f"process {cause.process} is lost ({cause.why}), and {why}; the run goes on with {_count(len(chosen))}"
+        )
+        self._regroup(chosen)
+        return True
 
     # -- starts
 
     def _start(self, processes: Iterable[int]) -> None:
+        config = self._config
         for p in processes:
-            state = self._states[p]
-            state.start += 1
-            state.epoch, state.began, state.running = self._epoch, monotonic(), True
-            state.joined = state.killed = False
-            state.why, state.report, state.ended = "", None, None
+            place = self._members[p]
+            place.start += 1
+            place.epoch, place.began, place.running = self._epoch, monotonic(), True
+            place.moved = place.began
+            place.joined = place.killed = False
+            place.why, place.report, place.ended = "", None, None
             self._server.drop(p)  # the connection of its last start, if it stays open, says nothing about this one
-            config = replace(self._job.config, me=p, epoch=self._epoch, restarts=self._restarts)
+            job = replace(self._job, config=replace(config, me=p), start=place.start)
             try:
-                state.handle.start(self._job_of(replace(self._job, config=config, start=state.start)))
+                place.handle.start(self._job_of(job, place.handle.number))
             except (ClusterError, OSError) as error:
-                state.running = False
-                self._give_up(Failure(p, 1, f"it cannot be started: {error}", when=monotonic()))
+                place.running = False
+                self._give_up([Failure(p, 1, f"it cannot be started: {error}", when=monotonic())])
 
-    def _kill(self, processes: Iterable[int]) -> None:
-        """Kill processes and wait for their ends."""
-        killed = [self._states[p] for p in processes]
-        for state in killed:
-            state.killed = True
-            state.handle.kill()
+    def _kill(self, places: Iterable[_Place]) -> None:
+        """Kill the processes of places and wait for their ends."""
+        killed = list(places)
+        for place in killed:
+            place.killed = True
+            place.handle.kill()
         until = monotonic() + _KILL_SECONDS
-        for state in killed:
-            state.running = not state.handle.wait(max(0.0, until - monotonic()))
+        for place in killed:
+            place.running = not place.handle.wait(max(0.0, until - monotonic()))
 
     # -- ends
 
-    def _ended(self, p: int, code: int) -> None:
-        state = self._states[p]
-        state.running = False
-        if state.killed:
+    def _ended(self, place: _Place, code: int) -> None:
+        place.running = False
+        if place.killed:
             return
-        if code == 0 and state.report is None:
-            self._ended_well(p, {})
+        if code == 0 and place.report is None:
+            self._ended_well(place, {})
             return
-        failure = failure_of(p, code, state.report, monotonic())
-        self._lose(replace(failure, why=state.why) if state.why else failure)
+        failure = failure_of(place.process, code, place.report, monotonic())
+        self._lose(replace(failure, why=place.why) if place.why else failure)
 
     def _lose(self, failure: Failure) -> None:
-        """Decide about the failure of a process."""
+        """Record the failure of a process. What follows is decided when its cause has had time to be reported."""
         if self._leaving and self._restarts:
             self._report_late_loss(failure)
         elif self._over_at is not None:
             self._failures.append(failure)
-        elif self._is_stale(failure):
-            self._restart(failure, counts=False)
-        elif self._may_follow(failure) and monotonic() < failure.when + _CAUSE_SECONDS:
-            self._followers.append(failure)
-        elif self._leaving or failure.final or not self._restarts:
-            self._report_loss(failure)
-            self._give_up(failure)
+        elif failure.follows and self._is_behind(self._members[failure.process]):
+            self._catch_up(failure)  # its cause has been mended already
         else:
-            self._report_loss(failure)
-            self._restart(failure, counts=True)
+            aborted = failure.code == 128 + signal.SIGABRT  # its last lines say whether another process caused it
+            self._losses.add(self._with_tail(failure) if aborted else failure)
 
-    def _may_follow(self, failure: Failure) -> bool:
-        return failure.follows or self._with_tail(failure).is_of_gloo
+    def _decide(self) -> None:
+        """Mend the losses that have waited for their cause, or end the run."""
+        failures = self._losses.take()
+        cause = failures[0]
+        if self._leaving or cause.final:
+            self._report_loss(cause)
+            self._give_up(failures)
+        elif self._wait is not None:
+            self._wait.again |= self._with_islands(f.process for f in failures)
+        elif self._restarts:
+            self._report_loss(cause)
+            self._restart(cause, {f.process for f in failures})
+        else:
+            self._report_loss(cause)
+            for failure in failures:
+                place = self._members[failure.process]
+                place.unfit = place.handle.is_here and (failure is cause or not failure.may_follow)
+            if not self._go_on_without(cause, "no restart is left"):
+                self._give_up(failures)
 
     def _report_loss(self, failure: Failure) -> None:
         self._server.notify_all({"event": "lost", "process": failure.process, "why": failure.why})
@@ -234,111 +350,193 @@ class Supervisor:
         if self._over_at is None:
             self._over_at = monotonic() + GRACE
 
-    def _is_stale(self, failure: Failure) -> bool:
-        """Whether a process failed because of a loss after which its cause has been restarted already."""
-        return failure.follows and self._is_behind(failure.process)
-
-    def _is_behind(self, p: int) -> bool:
+    def _is_behind(self, place: _Place) -> bool:
         """Whether a process was started before the last loss, and has not begun the epoch since."""
-        return self._states[p].epoch < self._epoch and not self._is_in(p)
+        return place.epoch < self._epoch and not self._is_in(place.process)
 
-    def _is_in(self, p: int) -> bool:
+    def _is_in(self, process: int) -> bool:
         """Whether a process has begun the present epoch."""
-        return self._server.text(f"{self._epoch}/address/{p}") is not None
+        return self._server.text(f"{self._epoch}/address/{process}") is not None
 
-    def _restart(self, failure: Failure, counts: bool) -> None:
-        """Restart the island of a lost process, and all processes that cannot continue with it."""
-        again = set(self._job.config.island(failure.process))
-        if counts:
-            self._epoch += 1
-            for p in (
-                *(f.process for f in self._followers),
-                *(p for p, s in enumerate(self._states) if s.ended is not None),
-            ):
-                again |= set(self._job.config.island(p))
-        elif any(self._is_in(p) for p in again):
-            self._epoch += 1  # all, or the islands would take turns in failing for each other
-            again = set(range(len(self._states)))
-        self._followers = [f for f in self._followers if f.process not in again]
-        self._restarts -= counts
-        self._kill(p for p in sorted(again) if self._states[p].running)
-        stuck = [p for p in sorted(again) if self._states[p].running]
-        if stuck:
-            self._give_up(replace(failure, why=f"{failure.why}; process {stuck[0]} cannot be killed"))
+    def _with_islands(self, processes: Iterable[int]) -> set[int]:
+        """These processes and the others of their islands, which cannot go on without them."""
+        return {p for process in processes for p in self._config.island(process)}
+
+    def _restart(self, cause: Failure, lost: set[int]) -> None:
+        """Mend a loss: start again the lost processes, and all that cannot go on without them."""
+        self._epoch += 1
+        self._restarts -= 1
+        self._goodput.interrupt()
+        ended = {m.process for m in self._members if m.ended is not None}
+        again = self._with_islands(lost | ended)
+        if not self._stop(cause, again):
             return
-        self._server.notify_all({"event": "epoch", "epoch": self._epoch, "restarts": self._restarts}, newcomers=True)
-        if counts:
-            self._report_restart(failure)
+        if all(self._members[p].handle.is_here for p in again):
+            self._say_restart(cause, "started again")
+            self._begin(again)
+            return
+        config = self._job.config
+        seconds = config.silence if self._least < len(self._places) else max(1.0, config.deadline - _EARLIER)
+        self._wait = _Wait(cause, again, monotonic() + seconds)
+        self._say_restart(cause, f"waiting up to {seconds:g} s for its host")
+
+    def _catch_up(self, failure: Failure) -> None:
+        """Start a process again that has not noticed the last restart. This is no loss of its own."""
+        again = self._with_islands([failure.process])
+        if self._wait is not None:
+            self._wait.again |= again
+            return
+        if any(self._is_in(p) for p in again):
+            self._epoch += 1  # all, or the islands would take turns in failing for each other
+            again = set(range(len(self._members)))
+        self._losses.take(again)
+        if self._stop(failure, again):
+            self._begin(again)
+
+    def _stop(self, failure: Failure, again: set[int]) -> bool:
+        """Kill processes that are to be started again. If one cannot be killed the run ends."""
+        self._kill(m for p in sorted(again) if (m := self._members[p]).running)
+        stuck = [p for p in sorted(again) if self._members[p].running]
+        if stuck:
+            self._give_up([replace(failure, why=f"{failure.why}; process {stuck[0]} cannot be killed")])
+        return not stuck
+
+    def _begin(self, again: set[int]) -> None:
+        self._tell_epoch()
         self._start(sorted(again))
 
-    def _report_restart(self, failure: Failure) -> None:
-        if failure.text:
-            self._screen.say(failure_text(self._with_tail(failure), len(self._states)))
-        left = f"{self._restarts} restarts are" if self._restarts != 1 else "1 restart is"
-        self._screen.say(f"process {failure.process} is lost ({failure.why}); started again, {left} left")
+    def _tell_epoch(self) -> None:
+        self._server.notify_all({"event": "epoch", "epoch": self._epoch, "restarts": self._restarts}, newcomers=True)
 
-    def _give_up(self, failure: Failure) -> None:
+    def _go_on(self) -> None:
+        """Begin the restart that waits for hosts, if they are there; without them when they have not come in time."""
+        wait = self._wait
+        assert wait is not None
+        absent = [p for p in sorted(wait.again) if not self._members[p].handle.is_here]
+        if not absent:
+            self._wait = None
+            self._screen.say(f"{_host(self._members[wait.cause.process])} is there; {_count(len(wait.again))} started")
+            if self._stop(wait.cause, wait.again):
+                self._begin(wait.again)
+        elif monotonic() > wait.until:
+            self._wait = None
+            why = "its host does not come back"
+            if not self._go_on_without(wait.cause, why):
+                self._give_up([replace(wait.cause, why=f"{wait.cause.why}, and {why}")])
+
+    def _say_failure(self, failure: Failure) -> None:
+        if failure.text:
+            self._screen.say(failure_text(self._with_tail(failure), len(self._members)))
+
+    def _say_restart(self, failure: Failure, what: str) -> None:
+        self._say_failure(failure)
+        left = f"{self._restarts} restarts are" if self._restarts != 1 else "1 restart is"
+        self._screen.say(f"process {failure.process} is lost ({failure.why}); {what}, {left} left")
+
+    def _give_up(self, failures: Sequence[Failure]) -> None:
         """End the run. Its processes have GRACE seconds to end by themselves."""
-        self._failures += [failure, *self._followers]
-        self._followers.clear()
+        self._failures += [*failures, *self._losses.take()]
+        self._wait = None
         if self._over_at is None:
             self._over_at = monotonic() + GRACE
-            why = f"process {failure.process} failed: {failure.why}"
+            why = f"process {failures[0].process} failed: {failures[0].why}"
             self._server.notify_all({"event": "over", "why": why}, newcomers=True)
-            self._kill(p for p, s in enumerate(self._states) if s.running and not s.joined)
+            self._kill(p for p in self._places if p.running and not p.joined)
 
     def _interrupt(self) -> None:
         """Handle Ctrl-C: interrupt all processes; the second time kill them."""
         self._over_at = monotonic() + (0 if self._interrupted else _INTERRUPT_GRACE)
         self._interrupted = True
-        self._kill(p for p, s in enumerate(self._states) if s.running and not s.joined)
-        for state in self._states:
-            if state.running:
-                state.handle.interrupt()
+        self._failures += self._losses.take()
+        self._kill(p for p in self._places if p.running and not p.joined)
+        for place in self._places:
+            if place.running:
+                place.handle.interrupt()
 
     # -- time
 
     def _look(self) -> None:
         """Do what is due at this time."""
         now = monotonic()
-        if self._over_at is not None and now > self._over_at:
-            self._kill(p for p, s in enumerate(self._states) if s.running)
-        due = [f for f in self._followers if now >= f.when + _CAUSE_SECONDS]
-        for failure in due:
-            if failure in self._followers:  # else a restart has taken it
-                self._followers.remove(failure)
-                self._lose(failure)
+        if self._over_at is not None:
+            if now > self._over_at:
+                self._kill(p for p in self._places if p.running)
+        elif self._losses.is_due(now):
+            self._decide()
+        elif self._wait is not None:
+            self._go_on()
         if now - self._looked >= BEAT:
+            self._look_at_activity(now, now - self._looked > 3 * BEAT)
             self._looked = now
             self._look_for_silence(now)
             self._tell_ended()
-            self._screen.live(status_text(self._server.statuses()))
+            self._look_at_progress(now)
+
+    def _look_at_activity(self, now: float, paused: bool) -> None:
+        """Note which processes compute or are stopped. `paused`: this process was stopped itself, which counts for
+        nobody."""
+        for place in (p for p in self._places if p.running):
+            doing = place.handle.activity()
+            if paused or doing == COMPUTES or (doing != STOPPED and not place.joined):
+                place.moved = now
+            elif doing == STOPPED and place.joined:
+                place.moved = -math.inf
 
     def _look_for_silence(self, now: float) -> None:
-        config = self._job.config
-        for p in self._server.silent(config.silence):
-            if p >= 0:
-                self._condemn(p, f"no sign of life for {config.silence:g} s")
-            else:
+        silence, deadline = self._job.config.silence, self._job.config.deadline
+        mute = [p for p in self._server.silent(min(2 * BEAT, silence / 2)) if p >= 0]
+        quiet = [p for p in mute if now - self._members[p].moved <= silence]
+        if quiet:  # they compute without a sign of life: others wait for them
+            self._server.notify_all({"event": "computes", "processes": quiet})
+        for p in self._server.silent(silence):
+            if p < 0:
                 self._server.drop(p)  # its end comes as an event
-        joining = max(config.deadline / 2, config.deadline - _EARLIER)
-        for p, state in enumerate(self._states):
-            if state.running and not state.joined and now - state.began > joining:
-                self._condemn(p, f"it did not join the run within {joining:g} s")
+            elif p not in quiet:
+                self._condemn(p, f"no sign of life for {silence:g} s")
+        for p in (p for p in self._server.silent(deadline) if p >= 0):
+            self._condemn(p, f"no sign of life for {deadline:g} s")
+        joining = max(deadline / 2, deadline - _EARLIER)
+        for p, place in enumerate(self._members):
+            if place.running and not place.joined:
+                if now - place.moved > silence:
+                    self._condemn(p, f"it was stopped for {silence:g} s before it had joined the run")
+                if now - place.began > joining:
+                    self._condemn(p, f"it did not join the run within {joining:g} s")
 
     def _condemn(self, p: int, why: str) -> None:
-        state = self._states[p]
-        if state.running and not state.killed and not state.why:
-            state.why = why
-            state.handle.kill()
+        place = self._members[p]
+        if place.running and not place.killed and not place.why:
+            place.why = why
+            place.handle.kill()
+
+    def _look_at_progress(self, now: float) -> None:
+        statuses = self._server.statuses()
+        self._screen.live(status_text(statuses))
+        with suppress(ValueError):  # an error in place of facts: the status line has it
+            said = json.loads(statuses.get(0) or "{}")
+            if "step" in said:
+                self._goodput.see(now, said["step"])
+            if "saved" in said and said["saved"] != self._saved:
+                self._saved = said["saved"]
+                self._grow()
+
+    def _grow(self) -> None:
+        """Take hosts that have come: a checkpoint is complete, so that nothing is lost."""
+        chosen = self._chosen()
+        ends = self._over_at is not None or self._leaving or any(m.ended is not None for m in self._members)
+        if self._newcomers and not ends and len(chosen) > len(self._members):
+            self._screen.say(f"the run goes on with {_count(len(chosen))} from the checkpoint of step {self._saved}")
+            self._regroup(chosen)
 
     # -- the end
 
     def _with_tail(self, failure: Failure) -> Failure:
-        return replace(failure, tail=self._states[failure.process].handle.tail())
+        return replace(failure, tail=self._members[failure.process].handle.tail())
 
     def _result(self) -> int:
         """Print the failures, the first one in full. Returns the exit code of the run."""
+        if text := self._goodput.text(monotonic()):
+            self._screen.say(text)
         failures = sorted((self._with_tail(f) for f in self._failures), key=lambda f: f.order)
         if self._interrupted:
             for failure in failures:
@@ -347,8 +545,17 @@ class Supervisor:
             return INTERRUPTED
         if not failures:
             return 0
-        if text := failure_text(failures[0], len(self._states)):
+        if text := failure_text(failures[0], len(self._members)):
             self._screen.say(text)
         for failure in failures[1:]:
             self._screen.say(failure_line(failure))
         return failures[0].code
+
+
+def _host(place: _Place) -> str:
+    host = getattr(place.handle, "host", "")
+    return f"host {host.split()[0]}" if host else "its host"
+
+
+def _count(processes: int) -> str:
+    return f"{processes} process{'es' * (processes != 1)}"

@@ -12,7 +12,7 @@ import re
 import shutil
 import socket
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -41,6 +41,9 @@ def run_under_a_cluster(options: RunOptions, found: DetectedProcess) -> int:
     """Run a script as one process of several that a cluster has started. Returns the exit code of the run."""
     options.check(found.processes)
     folder = Path.home() / ".shardc" / f"{job_name(found)}-programs"
+    with suppress(OSError):  # JAX warns if it cannot write there
+        for path in (folder.parent, folder) if options.restarts else ():
+            path.mkdir(mode=0o700, exist_ok=True)
     visible = "" if options.script.devices or found.local is None else str(found.local)
     visible = os.environ.get("JAX_LOCAL_DEVICE_IDS", visible)
 
@@ -79,30 +82,39 @@ def _lead(
             agents.add(RemoteProcess(p, agents.notifier(p), events))
         code = INTERRUPTED
         try:
-            if agents.meet(options.deadline):
+            if agents.meet(options.deadline, *options.missing(found.processes)):
                 if file is not None:
                     file.unlink(missing_ok=True)
-                code = _supervise(options, options.job(found.processes, agents.server.address, secret), agents, prepare)
+                job = options.job(found.processes, agents.server.address, secret)
+                code = supervise(options, job, agents, [0], prepare, Screen())
         finally:
             agents.end(code)
         return code
 
 
-def _supervise(options: RunOptions, job: Job, agents: Agents, prepare: Callable[[Job], Job]) -> int:
-    """Run the script in all processes: process 0 here, the others by their agents."""
-    remotes, screen = list(agents.remotes.values()), Screen()
+def supervise(
+    options: RunOptions, job: Job, agents: Agents, mine: Sequence[int], prepare: Callable[[Job], Job], screen: Screen
+) -> int:
+    """Run the script in all processes: those of `mine` here, the others by their agents.
+
+    Args:
+      job: of process 0.
+      prepare: completes a job of this host.
+    """
     host = agents.server.address.rpartition(":")[0]
-    alone = all(r.host == host_id() for r in remotes)
+    alone = all(r.host == host_id() for r in agents.remotes.values())
+    local = [LocalProcess(p, options, screen, agents.events) for p in mine]
+    handles = sorted([*local, *agents.remotes.values()], key=lambda handle: handle.number)
 
-    def job_of(job: Job) -> Job:
-        mine = job.config.me == 0
-        links = f"{_LOOPBACK}:0" if alone else f"{host}:0" if mine else ""  # an agent knows its address
+    def job_of(job: Job, place: int) -> Job:
+        here = place in mine
+        links = f"{_LOOPBACK}:0" if alone else f"{host}:0" if here else ""  # an agent knows its address
         job = replace(job, config=replace(job.config, links=links))
-        return prepare(job) if mine else job
+        return prepare(job) if here else job
 
-    first = LocalProcess(0, options, screen, agents.events)
-    code = Supervisor(job, [first, *remotes], screen, job_of, agents.server, agents.events).run()
-    first.close()
+    code = Supervisor(job, handles, screen, job_of, agents.server, agents.events).run()
+    for process in local:
+        process.close()
     return code
 
 

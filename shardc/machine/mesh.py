@@ -126,7 +126,7 @@ def make_mesh(
       calibration: such a file, to plan for the present devices with their measured figures.
       hbm: memory of a device, in bytes or as `"95GB"`; overrides the topology's. JAX has one mesh object for equal axes
         over the same devices: `calibration` and `hbm` of the last call hold for functions that are made after it.
-      **axes: name and size of each axis, outermost first.
+      **axes: name and size of each axis, outermost first. One size may be -1: as many devices as there are.
 
     Returns:
       A `jax.sharding.Mesh`, or an `AbstractMesh` when a topology is named.
@@ -140,6 +140,7 @@ def make_mesh(
       >>> dict(mesh.shape)
       {'data': 1, 'model': 1}
     """
+    axes = _filled(axes, topology)
     _check_axes(axes)
     if topology is not None and calibration is not None:
         raise MeshError("topology= plans without devices, calibration= for the present devices; give only one of them.")
@@ -154,12 +155,28 @@ def make_mesh(
     return mesh
 
 
+def _filled(axes: Mapping[str, int], topology: str | None) -> dict[str, int]:
+    """The axes with a size in place of -1, so that all devices are used."""
+    free = [a for a, n in axes.items() if n == -1]
+    others = [n for n in axes.values() if n != -1]
+    if len(free) != 1 or any(type(n) is not int or n < 1 for n in others):
+        return dict(axes)
+    devices = len(devices_of_run()) if topology is None else math.prod(parse_topology(topology).shape)
+    size, rest = divmod(devices, math.prod(others))
+    if rest or not size:
+        raise MeshError(
+            f"The mesh {_axes_text(axes)} cannot use all of {devices} device{'s' * (devices != 1)}: the product of the "
+            f"other axes, {math.prod(others)}, does not divide {devices}. Give all sizes."
+        )
+    return {a: size if n == -1 else n for a, n in axes.items()}
+
+
 def _check_axes(axes: Mapping[str, Any]) -> None:
     bad = [f"{a}={n!r}" for a, n in axes.items() if isinstance(n, bool) or not isinstance(n, int) or n < 1]
     if bad or not axes:
         raise MeshError(
             f"A mesh needs a positive number of devices for each axis, got {', '.join(bad) or 'no axis'}; "
-            "write shardc.make_mesh(data=4, model=2)."
+            "write shardc.make_mesh(data=4, model=2), or data=-1 for all devices that there are."
         )
 
 

@@ -166,7 +166,12 @@ def _boxed(saved: SavedPlan, asked: Request, problem: Problem) -> Boxed:
       ArgumentError: the file was changed so that it is no plan.
     """
     wrong, jaxpr = f"{saved.name} was changed so that it is no plan:", asked.program.jaxpr
-    pins = [leaf.placement for leaf in (*saved.arguments.values(), *saved.captured)]
+    leaves = [*saved.arguments.values(), *saved.captured]
+    ends = zip([*leaves, *saved.results.values()], [*asked.program.in_avals, *asked.program.out_avals], strict=True)
+    words = [placement_word(p) for (_, p), aval in ends if not _is_possible(p, len(aval.shape), asked.mesh)]
+    if words:
+        raise ArgumentError(f"{wrong} an argument or result cannot be at {', '.join(words)}.")
+    pins = [leaf.placement for leaf in leaves]
     ways = [
         (a.arrival, p) if a.arrival is not None and moves(a) else (p,)
         for a, p in zip(asked.arguments, pins, strict=True)
@@ -203,5 +208,9 @@ def _placed(
     return Placed(ports_of, math.nan, math.inf), _some(list(dict.fromkeys(lines)))
 
 
-def _shape(row: Row) -> tuple[str, int, int]:
-    return row.text, len(row.reads), len(row.makes)
+def _is_possible(placement: Placement, rank: int, mesh: MeshView) -> bool:
+    return placement.keys() <= mesh.sizes.keys() and all(dim in range(rank) for dim in placement.splits)
+
+
+def _shape(row: Row) -> tuple[str, list[bool], int]:
+    return row.text, [bool(path) for path in row.reads], len(row.makes)

@@ -6,9 +6,9 @@ It holds nothing of how the plan was found, so that any version of the planner c
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -23,6 +23,7 @@ from shardc.plan.plan import SpmdPlan
 from shardc.plan.rewrites import rewrites_of
 from shardc.plan.rows import Row, placement_word, rows_of, type_text
 from shardc.sbp.placement import REPLICATED, Placement
+from shardc.typed_json import parsed, typed
 
 FORMAT: Final = 2
 """Of the files that this version writes and reads."""
@@ -157,11 +158,10 @@ def from_json(text: str, name: str) -> SavedPlan:
       ArgumentError: it is no plan that this version reads.
     """
     try:
-        data = json.loads(text)
+        data = parsed(text)
         made = data.pop("shardc plan")
         if made == FORMAT:
-            read = {key: _READERS.get(key, _tuples)(value) for key, value in data.items()}
-            return SavedPlan(**read, name=name)
+            return typed(SavedPlan, {**data, "name": name}, {Placement: _placement})
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         wrong = f"{name} is no plan that shardc saved, or was changed so that it is none: {error!r}."
         raise ArgumentError(wrong) from error
@@ -170,33 +170,10 @@ def from_json(text: str, name: str) -> SavedPlan:
     )
 
 
+@lru_cache(maxsize=256)
 def _placement(word: str) -> Placement:
     """The inverse of `placement_word`."""
     return REPLICATED if word == "B" else Placement.parse(word)
-
-
-def _leaf(data: Sequence[str]) -> SavedLeaf:
-    kind, word = data
-    return SavedLeaf(kind, _placement(word))
-
-
-def _leaves(data: Mapping[str, Sequence[str]]) -> dict[str, SavedLeaf]:
-    return {path: _leaf(leaf) for path, leaf in data.items()}
-
-
-def _row(data: Any) -> Row:
-    text, reads, makes = data
-    return Row(text, tuple(tuple(map(_placement, path)) for path in reads), tuple(map(_placement, makes)))
-
-
-def _tuples(data: Any) -> Any:
-    return tuple(map(_tuples, data)) if isinstance(data, list) else data
-
-
-_READERS: Final[Mapping[str, Callable[[Any], Any]]] = {
-    "arguments": _leaves, "captured": lambda data: tuple(map(_leaf, data)), "results": _leaves,
-    "rows": lambda data: None if data is None else tuple(map(_row, data)),
-}  # fmt: skip
 
 
 def load_plan(path: str | PathLike[str]) -> SavedPlan:

@@ -55,6 +55,7 @@ class RunConfig:
       restarts: how often lost processes are started again from now on.
       silence: seconds without a sign of life after which a process counts as lost.
       deadline: seconds to wait for a process that is alive but does not come.
+      least: how many processes the run may go on with if hosts are lost; 0: all of them.
     """
 
     me: int
@@ -67,6 +68,7 @@ class RunConfig:
     restarts: int = 0
     silence: float = 10.0
     deadline: float = 600.0
+    least: int = 0
 
     @property
     def per_island(self) -> int:
@@ -152,8 +154,8 @@ class Cluster:
                     self._leaving = True
                 case "over":
                     self._over = str(event["why"])
-                case "text":
-                    pass  # wakes who waits for it
+                case "text" | "computes":  # a text wakes who waits for it
+                    self._vouch(event.get("processes", ()))
                 case _:
                     self._over = self._over or "the launcher has ended"
             self._changed.notify_all()
@@ -164,6 +166,11 @@ class Cluster:
         self._ended |= {p: (int(event["epoch"]), event["calls"]) for p in event["processes"]}
         for name in self._repeats:  # this process may wait in a call that they never make
             self._reopen(name, self._counts[name])
+
+    def _vouch(self, processes: Sequence[int]) -> None:
+        """Count the links to processes as alive: they compute, and give no sign of life."""
+        for link in (self._links[p] for p in processes if p in self._links):
+            link.vouch()
 
     def end(self) -> None:
         """Kill this process and its children."""
@@ -224,10 +231,11 @@ class Cluster:
     # -- links
 
     def _welcome(self, sock: socket.socket, hello: Hello) -> None:
-        peer, epoch = int(hello["process"]), int(hello["epoch"])
+        peer, epoch = hello
         with self._changed:
             # it dials where this process listens in this epoch, and once: what is late is of an earlier epoch
-            if epoch != self.epoch or peer in self._links or self._closed:
+            mine = self.me < peer < self.processes and peer not in self._links
+            if epoch != self.epoch or not mine or self._closed:
                 _log.warning("process %d: dropped a link of process %d, of epoch %d", self.me, peer, epoch)
                 sock.close()
                 return
@@ -277,7 +285,7 @@ class Cluster:
     def _dial(self, peer: int, why: str) -> Link:
         config = self.config
         address = self.published("address", peer, why)
-        sock = dial(address, config.secret, {"process": self.me, "epoch": config.epoch}, config.deadline, self.check)
+        sock = dial(address, config.secret, Hello(self.me, config.epoch), config.deadline, self.check)
         with self._changed:
             if config.epoch == self.epoch and not self._closed:
                 return self._add_link(sock, peer)

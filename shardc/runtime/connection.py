@@ -20,6 +20,8 @@ from contextlib import suppress
 from enum import IntEnum
 from typing import Any, Final, NamedTuple, TypeAlias
 
+from shardc.errors import ClusterError
+
 Allocate: TypeAlias = Callable[[int], memoryview]
 """Gives a fresh buffer of so many bytes. A connection never uses it again, so its taker may keep it."""
 
@@ -28,6 +30,8 @@ BEAT: Final = 1.0
 _AHEAD: Final = 1 << 13
 """Bytes that the reader thread asks for at once, where it does not know yet how many come: so a small frame costs one
 system call."""
+_LONGEST: Final = 1 << 26
+"""The most bytes of a description. It is allocated before it has come, whatever the other end says of its length."""
 _FAREWELL: Final = 1.0
 """Seconds that `Connection.close` waits for the peer to read the goodbye."""
 
@@ -73,6 +77,8 @@ class Frame(NamedTuple):
     def pieces(self) -> list[memoryview]:
         """The bytes to send, without a copy of the buffers."""
         kind, network, run, channel, key, about, buffers = self
+        if len(about) > _LONGEST:
+            raise ClusterError(f"a text of {len(about)} bytes is too long to be sent: at most {_LONGEST}.")
         head = _HEAD.pack(kind, len(buffers), len(about), network, run, channel, key) + about
         if not buffers:
             return [memoryview(head)]
@@ -80,8 +86,8 @@ class Frame(NamedTuple):
         return [memoryview(head + sizes), *(b for b in buffers if b.nbytes)]
 
 
-def _new_buffer(size: int) -> memoryview:
-    return memoryview(bytearray(size))
+def _no_buffer(size: int) -> memoryview:
+    raise ValueError(f"a value of {size} bytes, where only texts belong")
 
 
 class Connection:
@@ -92,7 +98,7 @@ class Connection:
       name: of its threads.
       silence: seconds without a sign of life after which the other end counts as lost.
       patience: seconds that `close` waits for the other end to read what was sent.
-      allocate: gives the buffers that values are received into.
+      allocate: gives the buffers that values are received into; without it, values are refused.
     """
 
     def __init__(
@@ -101,7 +107,7 @@ class Connection:
         name: str,
         silence: float = math.inf,
         patience: float = 5.0,
-        allocate: Allocate = _new_buffer,
+        allocate: Allocate = _no_buffer,
     ) -> None:
         self.silence = silence
         self.why_lost = ""
@@ -114,7 +120,8 @@ class Connection:
         """All other bytes sent."""
         self._sock, self._patience, self._allocate = sock, patience, allocate
         self._beat = min(BEAT, silence / 4)
-        self._arriving = io.BufferedReader(_Arriving(sock, silence, self._beat), _AHEAD)
+        self._bytes = _Arriving(sock, silence, self._beat)
+        self._arriving = io.BufferedReader(self._bytes, _AHEAD)
         self._sending = threading.Condition()
         """Guards what is sent. Taken last: who holds it takes no other lock."""
         self._unsent: deque[memoryview] = deque()
@@ -204,6 +211,10 @@ class Connection:
 
     # -- receiving
 
+    def vouch(self) -> None:
+        """Count the other end as alive at this time: the launcher knows that it computes and cannot say so itself."""
+        self._bytes.left = self._bytes.waits
+
     def _read(self) -> None:
         try:
             while True:
@@ -227,6 +238,8 @@ class Connection:
         known = _KINDS[kind]  # first of all: what is no frame has no size either
         if not number and not about:
             return Frame(known, network, run, channel, key)
+        if about > _LONGEST:
+            raise ValueError(f"a text of {about} bytes")
         said = stream.read(about)
         sizes = struct.unpack(f"<{number}Q", stream.read(8 * number))
         buffers = [self._allocate(size) for size in sizes]
@@ -290,7 +303,9 @@ class _Arriving(io.RawIOBase):
 
     def __init__(self, sock: socket.socket, silence: float, look: float) -> None:
         self._sock = sock
-        self._waits = sys.maxsize if silence == math.inf else -int(-silence // look)
+        self.waits = sys.maxsize if silence == math.inf else -int(-silence // look)
+        self.left = self.waits
+        """How many more waits without a byte are a silence."""
         sock.settimeout(None)
         timeout = struct.pack("@ll", int(look), int(look % 1 * 1e6))
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
@@ -300,10 +315,12 @@ class _Arriving(io.RawIOBase):
 
     def readinto(self, buffer: Any, /) -> int:
         flags = socket.MSG_WAITALL if len(buffer) > _AHEAD else 0
-        for _ in range(self._waits):
+        self.left = self.waits
+        while self.left > 0:
             try:
                 got = self._sock.recv_into(buffer, 0, flags)
             except BlockingIOError:
+                self.left -= 1
                 continue
             if not got:
                 raise ConnectionResetError("the connection was closed")

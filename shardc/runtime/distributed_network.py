@@ -82,7 +82,7 @@ class Expected:
         if isinstance(self._error, PeerLostError):
             raise PeerLostError(str(self._error), self._error.process)
         if self._error is not None:
-            raise PipelineError(str(self._error))
+            raise PipelineError(str(self._error), getattr(self._error, "process", None))
         return self._packed
 
 
@@ -272,7 +272,7 @@ class DistributedNetwork:
         if "lost" in said:
             self._give_up(PeerLostError(said["text"], said["lost"]))
         else:
-            self._stop_all(frame.run, PipelineError(said["text"]), said["text"])
+            self._stop_all(frame.run, PipelineError(said["text"], said["process"]))
 
     def lose(self, error: PeerLostError) -> None:
         """Handle the loss of a process: no run of this network can complete. Notifies the other processes.
@@ -315,7 +315,7 @@ class DistributedNetwork:
         if isinstance(why, PeerLostError):
             self._give_up(why)
             return
-        self._stop_all(run, why, self._reported_as(why))
+        self._stop_all(run, why)
 
     def end(self, run: int, rounds: int) -> None:
         """End a run after fewer rounds, in all processes."""
@@ -329,22 +329,21 @@ class DistributedNetwork:
             link.send(Frame(FrameKind.END, self.number, run, 0, rounds))
 
     def stop_frame(self, run: int, why: Exception) -> Frame:
-        return self._stop_frame(run, self._reported_as(why))
+        """The frame that tells others why a run has stopped, and in which process it did."""
+        process, text = why.process if isinstance(why, PipelineError) else None, str(why)
+        if process is None:
+            process = next(iter(self.links.values())).me
+            text = f"process {process}: {text}"
+        return Frame(FrameKind.STOP, self.number, run, about=json.dumps({"text": text, "process": process}).encode())
 
-    def _reported_as(self, why: Exception) -> str:
-        return f"process {next(iter(self.links.values())).me}: {why}" if self.links else str(why)
-
-    def _stop_frame(self, run: int, text: str) -> Frame:
-        return Frame(FrameKind.STOP, self.number, run, about=json.dumps({"text": text}).encode())
-
-    def _stop_all(self, run: int, why: Exception, text: str) -> None:
+    def _stop_all(self, run: int, why: Exception) -> None:
         self._abandon(run, why)
         with self._changed:
             if not self._reported.isdisjoint((run, ALL_RUNS)):
                 return
             self._reported.add(run)
         for link in self.links.values():  # each process notifies all that it knows: some have no link to the first one
-            link.send(self._stop_frame(run, text))
+            link.send(self.stop_frame(run, why))
 
     def _abandon(self, run: int, why: Exception) -> None:
         """Stop the actors of this process, and fail the values of these runs that callers wait for."""

@@ -220,7 +220,7 @@ class Executor:
         waits = "".join(f"\n  waited: {text}" for w in self._workers for text in w.waits)
         if isinstance(why, PeerLostError):
             return PeerLostError(f"{why}{waits}", why.process)
-        return PipelineError(f"{why}{waits}")
+        return PipelineError(f"{why}{waits}", why.process if isinstance(why, PipelineError) else None)
 
     def _wait_for_workers(self, orders: Sequence[RunOrder]) -> BaseException | None:
         """Order a run and wait until it has ended in all threads. Returns the exception that interrupted the wait."""

@@ -8,6 +8,7 @@ alive.
 from __future__ import annotations
 
 import json
+import logging
 import socket
 import struct
 import threading
@@ -20,6 +21,8 @@ from typing import Any, Final, TypeAlias
 from shardc.errors import ClusterError
 from shardc.runtime.connection import BEAT, Connection, Frame, FrameKind
 from shardc.runtime.wire import Hello, Listener, dial, listen
+
+_log: Final = logging.getLogger("shardc")
 
 Event: TypeAlias = Mapping[str, Any]
 """A notification of the server to processes: `{"event": "lost", "process": 1, "why": "..."}`."""
@@ -100,9 +103,15 @@ class StoreServer:
         return self._listener.address
 
     def _serve(self, sock: socket.socket, hello: Hello) -> None:
-        client = _Client(self, sock, int(hello["process"]))
+        known = self._clients.get(hello.process)
+        if known is not None and monotonic() - known.seen > 3 * BEAT:
+            known.drop()  # the network broke, and its process has noticed that first
         with self._lock:
-            self._clients[client.process] = client
+            if hello.process in self._clients:
+                _log.warning("%s: dropped a second connection of process %d", self.address, hello.process)
+                sock.close()
+                return
+            client = self._clients[hello.process] = _Client(self, sock, hello.process)
             if client.process >= 0 and self._greeting is not None:
                 client.notify(self._greeting)
             client.start()
@@ -178,6 +187,12 @@ class StoreServer:
         if client is not None:
             client.drop()
 
+    def status(self, process: int, seconds: float) -> str:
+        """The status text of a process, unless it has been silent for `seconds`."""
+        with self._lock:
+            client = self._clients.get(process)
+        return client.status if client is not None and monotonic() - client.seen < seconds else ""
+
     def statuses(self) -> dict[int, str]:
         """The last status text of each connected process."""
         with self._lock:
@@ -197,10 +212,18 @@ class Store(Connection):
     Args:
       on_event: called, in a thread of the store, with each notification of the server: `{"event": "text"}` when a text
         comes that was asked for, `{"event": "gone"}` if the server ends.
+      silence: seconds for which the server's host may leave signs of life unacknowledged; None: as long as TCP tries. A
+        server that is only stopped is not silent.
     """
 
     def __init__(
-        self, address: str, secret: bytes, process: int, on_event: Callable[[Event], None], seconds: float = 60.0
+        self,
+        address: str,
+        secret: bytes,
+        process: int,
+        on_event: Callable[[Event], None],
+        seconds: float = 60.0,
+        silence: float | None = None,
     ) -> None:
         self.address = address
         self.status: Callable[[], str] = str
@@ -213,7 +236,9 @@ class Store(Connection):
         self._reports = count()
         self._gone = False
         self._on_event = on_event
-        super().__init__(dial(address, secret, {"process": process, "why": "store"}, seconds), "shardc store")
+        super().__init__(dial(address, secret, Hello(process), seconds), "shardc store")
+        if silence is not None and self._sock.family != socket.AF_UNIX:
+            self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(silence * 1000))
         self.start()
 
     @property

@@ -1,50 +1,57 @@
-"""Sockets between the processes of a run, with a handshake: only processes that hold the run's secret are accepted.
+"""Sockets between the processes of a run. Only processes of this user and this run are let in.
 
-    listener                                    dialer
-       -- greeting, nonce A -------------------->
-       <-- nonce B, HMAC(A, B, hello), hello ----     the listener knows the dialer
-       -- HMAC(B, A) --------------------------->     the dialer knows the listener
-       <-- ready ---------------------------------    both hold the connection, or neither does
+    listener                        dialer
+       <-- TLS, if it is TCP (`tls`) -->           both hold the run's secret
+       <-- hello ------------------------
+       -- ready ------------------------>
+       <-- ready ------------------------          both hold the connection, or neither does
 
-The hello is JSON and says who dials and why. A dialer without the secret gets a refusal in place of the HMAC: so it can
-tell a refusal from a listener that has just ended, where it tries again. An address is text:
+A UNIX socket lies in a directory of its user's own; each end asks the kernel who the other one is. An address is text:
 `127.0.0.1:4711`, `[::1]:4711`, `unix:/tmp/x/0`.
 """
 
 from __future__ import annotations
 
 import errno
-import hashlib
-import hmac
-import json
 import logging
 import os
 import secrets
 import socket
+import ssl
 import struct
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from time import monotonic, sleep
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NamedTuple
 
 from shardc.errors import ClusterError
+from shardc.runtime import tls
+from shardc.runtime.tls import TlsSocket
 
-Hello: TypeAlias = Mapping[str, Any]
-
-_GREETING: Final = b"shardc 1"
-_NONCE: Final = 32
-_HELLO: Final = struct.Struct("!32s32sI")
-_LONGEST_HELLO: Final = 1 << 16
+_READY: Final = b"shardc 2"
+_HELLO: Final = struct.Struct("!8sqq")
 _HANDSHAKE_SECONDS: Final = 10.0
 """Time limit of a handshake for the listener; a dialer starts again after half of it."""
-_REFUSED: Final = bytes(32)
-_READY: Final = b"!"
+_MOST: Final = 64
+"""The most handshakes of a listener at once. Others wait for one to end, or to be older than _HURRY."""
+_HURRY: Final = 1.0
+_NO_SECRET: Final = ("CERTIFICATE_VERIFY_FAILED", "PEER_DID_NOT_RETURN_A_CERTIFICATE", "TLSV1_ALERT_UNKNOWN_CA")
+"""OpenSSL's names of what happens with a process that does not hold the secret."""
+_CREDENTIALS: Final = struct.Struct("3i")
+"""Process, user and group of the other end of a UNIX socket."""
 _BUFFER: Final = 4 << 20
 """Bytes of a socket's buffers: with the default of Linux a message of 64 MB takes four times as long."""
 
 _log: Final = logging.getLogger("shardc")
+
+
+class Hello(NamedTuple):
+    """What a dialer says first: its number (`store` has those of agents), and its epoch."""
+
+    process: int
+    epoch: int = 0
 
 
 def is_unix(address: str) -> bool:
@@ -71,11 +78,13 @@ def listen(address: str) -> socket.socket:
     """Open a listening socket. Port 0 takes a free port; `address_of` gives it.
 
     Raises:
-      ClusterError: the address is in use, or not one of this machine.
+      ClusterError: the address is in use, or not one of this machine, or the library for TLS is not installed.
     """
     place = _place(address)
     if is_unix(address):
         _remove_if_dead(address)
+    else:
+        tls.check()
     listener = _socket(address)
     try:
         if not is_unix(address):
@@ -120,8 +129,7 @@ def address_of(listener: socket.socket) -> str:
 def close_listener(listener: socket.socket) -> None:
     """Close a listening socket, and remove its file if it has one."""
     address = address_of(listener)
-    with suppress(OSError):
-        listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
+    _shut_down(listener)
     listener.close()
     if is_unix(address):
         Path(_place(address)).unlink(missing_ok=True)
@@ -147,15 +155,35 @@ def write_all(sock: socket.socket, data: memoryview) -> None:
         data = data[sock.send(data) :]
 
 
-def _mac(secret: bytes, *parts: bytes) -> bytes:
-    return hmac.digest(secret, b"".join(len(p).to_bytes(4) + p for p in parts), hashlib.sha256)
+_FOREIGN: Final = "what answers at {} is no process of shardc, or of another version."
 
 
-def _tune(sock: socket.socket) -> None:
-    if sock.family != socket.AF_UNIX:
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
-        sock.setsockopt(socket.SOL_SOCKET, option, _BUFFER)
+def _secured(sock: socket.socket, secret: bytes, listens: bool) -> socket.socket:
+    return sock if sock.family == socket.AF_UNIX else TlsSocket(sock, secret, listens)
+
+
+class _Stranger(ValueError):
+    """The other end is no process of this run."""
+
+
+def _shake_hands(sock: socket.socket, until: float) -> None:
+    """Find out whether the other end is of this run.
+
+    Raises:
+      _Stranger: it is not.
+      OSError: it does not speak TLS, the connection ended, or it was not done at `until`.
+    """
+    if isinstance(sock, TlsSocket):
+        try:
+            sock.shake_hands(until)
+        except ssl.SSLError as error:
+            if error.reason in _NO_SECRET:
+                raise _Stranger("it does not hold this run's secret") from error
+            raise
+    elif hasattr(socket, "SO_PEERCRED"):
+        _, user, _ = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+        if user != os.geteuid():
+            raise _Stranger("it runs as another user")
 
 
 def dial(
@@ -171,13 +199,13 @@ def dial(
     """
     place, until = _place(address), monotonic() + seconds
     while True:
-        sock = _socket(address)
+        sock = _secured(_socket(address), secret, listens=False)
         try:
-            _tune(sock)
             now = min(max(until, monotonic() + 0.1), monotonic() + _HANDSHAKE_SECONDS / 2)
             sock.settimeout(now - monotonic())
             sock.connect(place)
-            return _introduce(sock, secret, hello, now)
+            _introduce(sock, hello, now)
+            return _ready(sock)
         except OSError as error:
             sock.close()
             if monotonic() >= until:
@@ -190,21 +218,30 @@ def dial(
             raise
 
 
-def _introduce(sock: socket.socket, secret: bytes, hello: Hello, until: float) -> socket.socket:
+def _introduce(sock: socket.socket, hello: Hello, until: float) -> None:
     """The dialer's side of the handshake."""
-    greeting = read(sock, len(_GREETING) + _NONCE, until)
-    if not greeting.startswith(_GREETING):
-        raise ClusterError(f"what answers at {sock.getpeername()} is no process of shardc, or of another version.")
-    theirs, mine = greeting[len(_GREETING) :], secrets.token_bytes(_NONCE)
-    said = json.dumps(hello).encode()
-    write_all(sock, memoryview(_HELLO.pack(mine, _mac(secret, b"dial", theirs, mine, said), len(said)) + said))
-    if not hmac.compare_digest(read(sock, 32, until), _mac(secret, b"listen", mine, theirs)):
+    who = sock.getpeername()
+    try:
+        _shake_hands(sock, until)
+    except _Stranger as error:
         raise ClusterError(
-            f"the process at {sock.getpeername()} belongs to another run: it does not hold this run's secret. Start "
-            "all processes of a run with the same secret."
-        )
+            f"the process at {who} belongs to another run: {error}. Start all processes of a run with the same secret."
+        ) from error
+    except ssl.SSLError as error:
+        raise ClusterError(_FOREIGN.format(who)) from error
+    write_all(sock, memoryview(_HELLO.pack(_READY, *hello)))
+    if read(sock, len(_READY), until) != _READY:
+        raise ClusterError(_FOREIGN.format(who))
     write_all(sock, memoryview(_READY))
+
+
+def _ready(sock: socket.socket) -> socket.socket:
+    """Set up a connection for what follows the handshake."""
     sock.settimeout(None)
+    if sock.family != socket.AF_UNIX:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+        sock.setsockopt(socket.SOL_SOCKET, option, _BUFFER)
     return sock
 
 
@@ -220,14 +257,15 @@ class Listener:
     def __init__(self, listener: socket.socket, secret: bytes, welcome: Callable[[socket.socket, Hello], None]) -> None:
         self.address = address_of(listener)
         self._listener, self._secret, self._welcome = listener, secret, welcome
-        self._lock = threading.Lock()
-        self._meeting: set[socket.socket] = set()
+        self._changed = threading.Condition()
+        self._meeting: dict[socket.socket, float] = {}
+        """The connections whose handshakes are not done, and when they began."""
         self._closed = False
         self._thread = threading.Thread(target=self._accept, name="shardc listener", daemon=True)
         self._thread.start()
 
     def _accept(self) -> None:
-        while True:
+        while self._wait_for_room():
             try:
                 sock, _ = self._listener.accept()
             except OSError as error:
@@ -236,27 +274,38 @@ class Listener:
                 _log.warning("%s: cannot accept a connection: %s", self.address, error)  # too many files are open
                 sleep(0.1)
                 continue
-            with self._lock:
+            sock = _secured(sock, self._secret, listens=True)
+            with self._changed:
                 if self._closed:
                     sock.close()
                     return
-                self._meeting.add(sock)
+                self._meeting[sock] = monotonic()
             threading.Thread(target=self._meet, args=(sock,), name="shardc handshake", daemon=True).start()
+
+    def _wait_for_room(self) -> bool:
+        """Wait until one more handshake may begin; the slow ones are dropped for it. False: the listener is closed."""
+        with self._changed:
+            while len(self._meeting) >= _MOST and not self._closed:
+                oldest, began = next(iter(self._meeting.items()))
+                if not self._changed.wait(max(0.0, began + _HURRY - monotonic())):
+                    self._meeting.pop(oldest, None)
+                    _shut_down(oldest)  # its thread closes it
+            return not self._closed
 
     def _meet(self, sock: socket.socket) -> None:
         who = "a socket of this machine"
+        hello = None
         try:
             if sock.family != socket.AF_UNIX:
                 who = str(sock.getpeername())
-            _tune(sock)
             hello = self._examine(sock, monotonic() + _HANDSHAKE_SECONDS)
-            sock.settimeout(None)
+            _ready(sock)
         except (OSError, ValueError) as error:
             if not self._closed:
                 _log.warning("%s: dropped a connection of %s: %s", self.address, who, error)
-            hello = None
-        with self._lock:
-            self._meeting.discard(sock)
+        with self._changed:
+            self._meeting.pop(sock, None)
+            self._changed.notify()
             if hello is None or self._closed:
                 sock.close()
                 return
@@ -264,32 +313,31 @@ class Listener:
 
     def _examine(self, sock: socket.socket, until: float) -> Hello:
         """The listener's side of the handshake."""
-        mine = secrets.token_bytes(_NONCE)
         sock.settimeout(_HANDSHAKE_SECONDS)
-        write_all(sock, memoryview(_GREETING + mine))
-        theirs, proof, count = _HELLO.unpack(read(sock, _HELLO.size, until))
-        if count > _LONGEST_HELLO:
+        _shake_hands(sock, until)
+        greeting, *hello = _HELLO.unpack(read(sock, _HELLO.size, until))
+        write_all(sock, memoryview(_READY))
+        if greeting != _READY or read(sock, len(_READY), until) != _READY:
             raise ValueError("it does not speak this protocol")
-        said = read(sock, count, until)
-        if not hmac.compare_digest(proof, _mac(self._secret, b"dial", mine, theirs, said)):
-            write_all(sock, memoryview(_REFUSED))
-            raise ValueError("it does not hold this run's secret")
-        write_all(sock, memoryview(_mac(self._secret, b"listen", theirs, mine)))
-        if read(sock, len(_READY), until) != _READY:
-            raise ValueError("it does not speak this protocol")
-        return json.loads(said)
+        return Hello(*hello)
 
     def close(self) -> None:
         """Close the listening socket, end the thread and drop unfinished handshakes. Accepted connections stay."""
-        with self._lock:
+        with self._changed:
             if self._closed:
                 return
             self._closed = True
+            self._changed.notify()
             for sock in self._meeting:
-                with suppress(OSError):
-                    sock.shutdown(socket.SHUT_RDWR)
+                _shut_down(sock)
         close_listener(self._listener)
         self._thread.join()
+
+
+def _shut_down(sock: socket.socket) -> None:
+    """End a connection, and wake the thread that waits for it."""
+    with suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)
 
 
 def new_secret() -> bytes:

@@ -21,6 +21,7 @@ import shardc
 from shardc import PlacedArray, Placement, S, StackedArray, make_mesh
 from shardc.arrays.placed import put_leaf
 from shardc.checkpoint import checkpoints as face
+from shardc.checkpoint import orbax
 from shardc.checkpoint.steps import read_checkpoint
 from shardc.errors import ArgumentError, CheckpointError, PeerLostError
 from tests.checkpoint.peers import Fake, Run, all_processes, as_process, use_fakes
@@ -340,7 +341,23 @@ def _cut_manifest(folder):
     return "0.json cannot be read", True
 
 
-@pytest.mark.parametrize("damage", [_truncate, _delete, _no_manifest, _cut_manifest])
+def _flip(folder):
+    path = _newest_file(folder)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    return "is not as it was written", True
+
+
+def _swap(folder):
+    path = folder / "0.json"
+    text = path.read_text()
+    path.write_text(text.replace('"name": "0"', '"name": "9"'))
+    assert path.read_text() != text
+    return "0.json cannot be read: it is not as it was written", True
+
+
+@pytest.mark.parametrize("damage", [_truncate, _delete, _no_manifest, _cut_manifest, _flip, _swap])
 def test_the_one_before_a_half_written_one_is_taken(tmp_path, caplog, damage):
     with shardc.checkpoints(tmp_path) as saved:
         for i in range(2):
@@ -355,6 +372,88 @@ def test_the_one_before_a_half_written_one_is_taken(tmp_path, caplog, damage):
         saved.step(1, state)
         assert saved.last(or_else=state)[1] == 2 and saved.note == ""
     assert names(tmp_path) == ["0", "1", *(["1.damaged"] if stays else [])]
+
+
+def test_a_checkpoint_of_the_format_before(tmp_path):
+    with shardc.checkpoints(tmp_path) as saved:
+        saved.step(0, {"x": np.arange(3.0)})
+    path = tmp_path / "0" / "0.json"
+    data = json.loads(path.read_text())
+    del data["digest"]
+    sizes = {name: file["size"] for name, file in data["files"].items()}
+    path.write_text(json.dumps(data | {"format": 1, "files": sizes}))
+    with shardc.checkpoints(tmp_path) as saved:
+        state, start = saved.last(or_else={"x": np.zeros(3)})
+        assert saved.note == "The checkpoint of step 0 has no digests: nobody knows if bits of it flipped."
+        np.testing.assert_array_equal(state["x"], np.arange(3.0))
+        saved.step(start, state)
+        saved.last(or_else=state)
+        assert saved.note == ""
+
+
+def test_what_the_store_cannot_read_is_not_taken(tmp_path, monkeypatch):
+    """Two checkpoints whose files are as they were written, of which the store says that they are not right."""
+    with shardc.checkpoints(tmp_path, keep=3) as saved:
+        for i in range(3):
+            saved.step(i, {"x": np.full(3, float(i))})
+    real = orbax.read
+
+    def read(folder, name, index):
+        if folder.parent.name in ("1", "2"):
+            return real(folder, name, ((0, 9),))
+        return real(folder, name, index)
+
+    monkeypatch.setattr(orbax, "read", read)
+    with shardc.checkpoints(tmp_path) as saved:
+        state, start = saved.last(or_else={"x": np.zeros(3)})
+        assert start == 1 and state["x"].tolist() == [0.0] * 3
+        lines = saved.note.splitlines()
+        assert [line[:41] for line in lines] == [f"The checkpoint of step {i} is not complete: "[:41] for i in (2, 1)]
+        assert all(line.endswith("; that of step 0 is taken.") and "cannot be read" in line for line in lines)
+        saved.step(1, state)
+    assert names(tmp_path) == ["0", "1", "1.damaged", "2.damaged"]
+
+
+# -- who may read
+
+
+@pytest.mark.parametrize(("options", "wanted"), [({}, 0o700), ({"mode": 0o750}, 0o750)])
+def test_folders_are_their_owners_unless_the_user_says_otherwise(tmp_path, options, wanted):
+    """The files lie in them."""
+    (tmp_path / "there").mkdir(0o755)
+    for directory, mode in ((tmp_path / "new", wanted), (tmp_path / "there", 0o755)):
+        with shardc.checkpoints(directory, **options) as saved:
+            saved.step(0, {"x": np.ones(3), "n": 1})
+            saved.step(1, {"n": 1})
+        modes = [p.stat().st_mode & 0o777 for p in (directory, directory / "0", directory / "1")]
+        assert modes == [mode, wanted, wanted]
+
+
+@pytest.mark.parametrize(("mode", "said"), [(750, "0o1356"), (0o640, "0o640"), (-1, "-0o1"), ("750", "'750'")])
+def test_permissions_that_are_none(tmp_path, mode, said):
+    with pytest.raises(ArgumentError) as error:
+        shardc.checkpoints(tmp_path, mode=mode)
+    assert str(error.value) == f"shardc.checkpoints: mode={said}: permissions from 0o700 to 0o777 are needed."
+
+
+# -- symbolic links
+
+
+def test_a_step_of_another_run_that_is_linked(tmp_path):
+    """It is taken, and it stays when it is too old here."""
+    old, new = tmp_path / "old", tmp_path / "new"
+    with shardc.checkpoints(old) as saved:
+        saved.step(2, {"x": np.arange(3.0)})
+    before = sorted(old.rglob("*"))
+    (new / "files").mkdir(parents=True)
+    (new / "2").symlink_to(old / "2")
+    (tmp_path / "link").symlink_to(new)
+    with shardc.checkpoints(tmp_path / "link", keep=1) as saved:
+        state, start = saved.last(or_else={"x": np.zeros(3)})
+        assert start == 3 and state["x"].tolist() == [0.0, 1.0, 2.0]
+        for i in range(start, start + 2):
+            saved.step(i, state)
+    assert names(new) == ["4", "files"] and sorted(old.rglob("*")) == before
 
 
 def test_none_is_complete(tmp_path):
@@ -593,6 +692,44 @@ def test_an_error_in_one_process_is_an_error_in_all(tmp_path):
     first, second = map(str, all_processes([body, body]))
     assert second.endswith("more: a Python int asked for, not in the checkpoint.")
     assert first == f"process 1: {second}"
+
+
+@pytest.mark.parametrize("owner", [0, 1])
+def test_all_take_the_one_before_what_one_finds_damaged(tmp_path, owner):
+    write_two(tmp_path)
+    file = _newest_file(tmp_path / "2") if owner == 0 else next((tmp_path / "2" / "1").rglob("d/*"))
+    file.write_bytes(bytes(reversed(file.read_bytes())))
+
+    def body(cluster):
+        with shardc.checkpoints(tmp_path) as saved:
+            state, start = saved.last(or_else=stage_of(cluster, meshes()[cluster.me], tables(0), 0))
+        return start, saved.note, np.asarray(state["stages"][cluster.me])
+
+    name = file.relative_to(tmp_path / "2").as_posix()
+    note = f"The checkpoint of step 2 is not complete: {name} is not as it was written; that of step 1 is taken."
+    for stage, (start, said, w) in enumerate(all_processes([body, body])):
+        assert (start, said) == (2, note)
+        np.testing.assert_array_equal(w, tables(1)[stage])
+
+
+def test_all_take_the_one_before_what_one_cannot_read(tmp_path, monkeypatch):
+    write_two(tmp_path)
+    real = orbax.read
+
+    def read(folder, name, index):
+        broken = folder.parts[-2:] == ("2", "1")  # in process 1 alone
+        return real(folder, "nothing" if broken else name, index)
+
+    monkeypatch.setattr(orbax, "read", read)
+
+    def body(cluster):
+        with shardc.checkpoints(tmp_path) as saved:
+            start = saved.last(or_else=stage_of(cluster, meshes()[cluster.me], tables(0), 0))[1]
+        return start, saved.note
+
+    (first, note), second = all_processes([body, body])
+    assert first == 2 and second == (2, note)
+    assert "the array nothing cannot be read" in note and note.endswith("; that of step 1 is taken.")
 
 
 def test_a_directory_of_its_own_is_an_error(tmp_path, monkeypatch):

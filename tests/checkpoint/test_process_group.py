@@ -1,5 +1,6 @@
 """What processes decide together: one that fails makes all fail."""
 
+from shardc.checkpoint.manifest import DamagedError
 from shardc.checkpoint.process_group import Group, group_of
 from shardc.errors import CheckpointError
 from tests.checkpoint.peers import Fake, Run, all_processes
@@ -24,6 +25,21 @@ def test_together_gives_each_its_own_result():
 
 def test_all_get_what_the_first_makes():
     assert all_processes([lambda c, p=p: group_of(c).from_first("work", lambda: str(p)) for p in range(3)]) == ["0"] * 3
+
+
+def test_damage_is_damage_in_all_unless_something_else_failed():
+    def damaged():
+        raise DamagedError("1/d is not as it was written")
+
+    def fail():
+        raise CheckpointError("no such thing")
+
+    both = [damaged, lambda: 0]
+    errors = all_processes([lambda c, w=w: group_of(c).together("work", w) for w in both])
+    assert [(type(e), str(e)) for e in errors] == [(DamagedError, "1/d is not as it was written")] * 2
+    errors = all_processes([lambda c, w=w: group_of(c).together("work", w) for w in (*both, fail)])
+    assert [type(e) for e in errors] == [CheckpointError] * 3
+    assert list(map(str, errors)) == ["process 2: no such thing"] * 2 + ["no such thing"]
 
 
 def test_one_that_fails_makes_all_fail():

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from shardc.checkpoint.leaves import blocks_of, described, encode, named_leaves
-from shardc.checkpoint.manifest import Manifest, RowBlock
+from shardc.checkpoint.manifest import DamagedError, Manifest, RowBlock
 from shardc.checkpoint.orbax import Writer
 from shardc.checkpoint.restore import check_fits, restore
 from shardc.checkpoint.steps import Checkpoint, parts_by_path
@@ -117,3 +117,14 @@ def test_a_leaf_of_several_blocks_is_put_together(tmp_path):
     got = restore(checkpoint, {"w": value})["w"]
     np.testing.assert_array_equal(got[:4], value[:4])
     np.testing.assert_array_equal(got[4:], value[4:] + 100)
+
+
+@pytest.mark.parametrize("other", [np.zeros(3, np.int32), np.zeros((3, 2), np.float32), np.zeros(2, np.float32), None])
+def test_a_stored_array_of_another_type_is_damage(tmp_path, other):
+    """As of a writer that has a bug; None: there is no array of that name."""
+    tree = {"a": np.zeros(3, np.float32), "b": other}
+    found = saved(tmp_path, tree)
+    a, b = found.parts["a"][0], found.parts.get("b")
+    changed = replace(found, parts={**found.parts, "a": (replace(a, name=b[0].name if b else "9"),)})
+    with pytest.raises(DamagedError, match=r"of another type than a: float32\[3\]|cannot be read"):
+        restore(changed, tree)

@@ -4,10 +4,11 @@ import shutil
 
 import pytest
 
-from shardc.checkpoint.manifest import Manifest, RowBlock, StoredLeaf, files_of, write_manifest
+from shardc.checkpoint.manifest import DamagedError, Manifest, RowBlock, StoredLeaf, files_of, write_manifest
 from shardc.checkpoint.steps import (
     PARTIAL,
     StoredRows,
+    check_files,
     commit,
     folders_in,
     foreign,
@@ -32,6 +33,11 @@ def write(directory, step, owners=1, only=None, rows=4):
         write_manifest(Manifest(step, owner, owners, (leaf,), files_of(data), "", "1", "2"), folder)
     commit(folder, owners)
     return folder if only is not None else directory / str(step)
+
+
+def others(directory):
+    """A checkpoint of another run."""
+    return write(directory / "others", 5)
 
 
 def names(directory):
@@ -91,6 +97,84 @@ def test_the_one_before_a_damaged_one_is_taken(tmp_path, damage):
     found, (newer,) = last_complete(tmp_path)
     assert found.step == 1 and newer.step == 2
     assert newer.damage == DAMAGES[damage] and not newer.is_complete
+
+
+@pytest.mark.parametrize("me", [0, 1])
+def test_files_are_read_by_one_process_each(tmp_path, me):
+    folder = write(tmp_path, 1, owners=2)
+    found, _ = last_complete(tmp_path)
+    check_files(found, me, 2)
+    (folder / str(me) / "data").write_bytes(b"1234u")
+    check_files(found, 1 - me, 2)
+    for there in (True, False):
+        with pytest.raises(DamagedError, match=rf"^{me}/data is not as it was written$"):
+            check_files(found, me, 2)
+        if there:
+            (folder / str(me) / "data").unlink()
+
+
+def test_what_was_found_when_files_were_read_is_damage(tmp_path):
+    for step in (1, 2):
+        write(tmp_path, step)
+    found, (newer,) = last_complete(tmp_path, {2: "0/data is not as it was written"})
+    assert (found.step, newer.step, newer.damage) == (1, 2, "0/data is not as it was written")
+
+
+def test_many_owners_that_are_missing_are_not_all_named(tmp_path):
+    write(tmp_path, 2, owners=10, only=[1], rows=10)
+    write_manifest(Manifest(3, 1, 10**7, (), {}, "", "1", "2"), write(tmp_path, 3, owners=2, only=[0]))
+    (tmp_path / "3.partial" / "0.json").unlink()
+    assert [c.missing for c in last_complete(tmp_path)[1]] == [
+        f"the manifest of owner 0, 2, 3, 4, 5, 6, 7, 8, ... of {n} is missing" for n in (10**7, 10)
+    ]
+
+
+# -- symbolic links
+
+
+@pytest.mark.parametrize("way", ["tidy", "prune", "remove", "a link that is set aside", "aside is a link"])
+def test_what_a_link_points_to_stays(tmp_path, way):
+    target, mine = others(tmp_path), tmp_path / "mine"
+    before = sorted(p.relative_to(target).as_posix() for p in target.rglob("*"))
+    mine.mkdir()
+    link = mine / {"tidy": "2.partial", "aside is a link": "2.damaged"}.get(way, "2")
+    link.symlink_to(target)
+    if way == "aside is a link":
+        _truncate(write(mine, 2))
+    if way in ("prune", "remove"):
+        write(mine, 3)
+        remove(link) if way == "remove" else prune(mine, 1)
+        assert names(mine) == ["3"]
+    else:
+        tidy(mine, 1)
+        assert names(mine) == ([] if way == "tidy" else ["2.damaged"])
+        assert (mine / "2.damaged").is_symlink() == (way == "a link that is set aside")
+    assert sorted(p.relative_to(target).as_posix() for p in target.rglob("*")) == before
+
+
+def test_links_inside_of_a_checkpoint_are_not_followed(tmp_path):
+    target, folder = others(tmp_path), write(tmp_path / "mine", 2)
+    (folder / "1").symlink_to(target)
+    remove(folder)
+    assert names(tmp_path / "mine") == [] and names(target) == ["0", "0.json"]
+
+
+def test_nothing_is_committed_through_a_link(tmp_path):
+    target, mine = others(tmp_path), tmp_path / "mine"
+    folder = write(mine, 2, owners=2, only=[0])
+    (mine / "2").symlink_to(target)
+    with pytest.raises(OSError):
+        commit(folder, 1)
+    assert names(mine) == ["2", "2.partial"] and names(target) == ["0", "0.json"]
+
+
+def test_links_that_point_nowhere(tmp_path):
+    for name in ("2", "3.partial"):
+        (tmp_path / name).symlink_to(tmp_path / "gone")
+    assert foreign(tmp_path) == []
+    assert [c.missing for c in last_complete(tmp_path)[1]] == ["no manifest is there"] * 2
+    tidy(tmp_path, 1)
+    assert names(tmp_path) == ["2.damaged"]
 
 
 def test_rows_that_no_owner_has_are_damage(tmp_path):

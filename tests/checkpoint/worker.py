@@ -113,6 +113,14 @@ def spmd(directory, coordinator, me):
     np.testing.assert_array_equal(got["host"], w[:3])
     np.testing.assert_array_equal(got["local"], np.arange(3))
     assert (jax.random.key_data(got["key"]) == jax.random.key_data(jax.random.key(5))).all() and got["n"] == 3
+    largest = max(Path(directory, "1").rglob("d/*"), key=lambda p: p.stat().st_size)
+    data = largest.read_bytes()
+    if me == "0":
+        largest.write_bytes(bytes([data[0] ^ 1]) + data[1:])
+    with shardc.checkpoints(directory) as saved:
+        assert saved.last(or_else=got)[1] == 1 and f"{largest.name} is not as it was written" in saved.note
+    if me == "0":
+        largest.write_bytes(data)
     try:
         with shardc.checkpoints(directory) as saved:
             saved.last(or_else={**got, "more": 1} if me == "1" else got)

@@ -83,6 +83,7 @@ def test_output_is_shown_kept_and_logged(start, tmp_path):
     assert process.tail() == ["err"]
     assert shows.seen == {1: b"out\n", 2: b"err\n"}
     log = (tmp_path / "process-0.log").read_text()
+    assert (tmp_path / "process-0.log").stat().st_mode & 0o777 == 0o600
     assert len(log) == len("out\n[Gloo] Rank 0 is\nerr\n")
     assert all(text in log for text in ("out", "[Gloo] Rank 0 is\n", "err"))
 

@@ -7,6 +7,8 @@ import signal
 import subprocess
 import termios
 import time
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
@@ -177,6 +179,64 @@ def test_children_end_when_the_launcher_is_killed_and_go_on_when_it_is_stopped(t
         os.kill(process.pid, signal.SIGCONT)
         wait_for(lambda: not named(str(path)), 10)
         wait_for(lambda: not os.path.exists(private), 10)
+
+
+HOLDS = """
+import subprocess
+c.gather("all", "")
+if c.me == 1:
+    {before}
+    sys.setswitchinterval(1000)
+    with open(sys.argv[1], "w") as file:
+        file.write(str(os.getpid()))
+    end = time.monotonic() + {seconds}
+    while time.monotonic() < end:
+        pass
+c.gather("again", "")
+print("end")
+"""
+
+
+def group(leader):
+    """The processes of a group that have not ended."""
+    found = []
+    for pid in (int(name) for name in os.listdir("/proc") if name.isdecimal()):
+        with suppress(OSError):
+            if os.getpgid(pid) == leader and "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text():
+                found.append(pid)
+    return found
+
+
+@pytest.mark.parametrize("number", [signal.SIGCONT, signal.SIGSTOP])
+def test_what_a_killed_launcher_has_started_ends_even_if_python_is_locked_or_stopped(tmp_path, number):
+    path = script(tmp_path, HOLDS.format(seconds=60, before="subprocess.Popen(['sleep', '1000'])"))
+    mark = tmp_path / "locked"
+    with started(command(path, "--processes", 2, "--islands", 2, arguments=[mark]), str(path)) as process:
+        child = int(wait_for(lambda: text_of(mark)))
+        assert len(group(child)) == 2
+        os.kill(child, number)
+        process.kill()
+        wait_for(lambda: group(child) == [], 2)
+
+
+def test_a_computation_that_holds_pythons_lock_is_no_silence(tmp_path, run):
+    path = script(tmp_path, HOLDS.format(seconds=6, before=""))
+    options = ["--processes", 2, "--islands", 2, "--silence", 2]
+    done = run(path, *options, arguments=[tmp_path / "locked"])
+    assert (done.code, done.out, done.err) == (0, "end\n", "")
+
+
+def test_a_process_that_is_stopped_before_it_joins_is_lost(tmp_path):
+    path = script(tmp_path, "")
+    words = command(path, "--processes", 2, "--islands", 2, "--silence", 3)
+    with started(words, str(path)) as process:
+        children = wait_for(lambda: len(found := set(named(str(path))) - {process.pid}) == 2 and found)
+        os.kill(max(children), signal.SIGSTOP)
+        begin = time.monotonic()
+        _, err = process.communicate(timeout=30)
+        assert time.monotonic() - begin < 3 + 1 + 3 + 1  # and three seconds of grace
+        assert process.returncode == 137
+        assert "is lost: it was stopped for 3 s before it had joined the run.\n" in err
 
 
 RESTARTED = """

@@ -31,7 +31,9 @@ def script(tmp_path):
 @pytest.mark.parametrize(
     ("words", "error"),
     [
-        (["--processes", 0], 'argument --processes: "0" is not a whole number of 1 or more (see'),
+        (["--processes", 0], 'argument --processes: "0" is not a whole number of 1 or more, or two, the least'),
+        (["--processes", "5:4"], 'argument --processes: "5:4": the least, 5, is more than the most, 4'),
+        (["--processes", "2:x"], 'argument --processes: "x" is not a whole number of 1 or more, or two'),
         (["--restarts", -1], "argument --restarts: "),
         (["--silence", 0], 'argument --silence: "0" is not a time of more than 0 seconds'),
         (
@@ -86,7 +88,8 @@ def test_options_arrive(script, monkeypatch):
     words = ["--processes", "4", "--islands", "2", "--devices", "3", "--restarts", "1", "--silence", "2.5"]
     assert main(["run", *words, str(script), "--processes", "9", "-m"]) == 5
     made = Script(str(script), ("--processes", "9", "-m"), False, 3)
-    assert seen == [(RunOptions(made, 4, 2, 1, silence=2.5), 4)]
+    assert seen == [(RunOptions(made, 4, None, 2, 1, silence=2.5), 4)]
     assert main(["run", "--processes", "1", "--log", str(script.parent / "a" / "b"), "-m", "package.module"]) == 5
     assert seen[1][0].script == Script("package.module", (), True, None)
+    assert (script.parent / "a" / "b").stat().st_mode & 0o777 == 0o700
     assert seen[1][0].log_of(7) == Path(script.parent / "a" / "b" / "process-7.log")

@@ -12,7 +12,8 @@ import pytest
 
 from shardc.arrays.buffers import allocate
 from shardc.errors import ClusterError, DisagreementError, PeerLostError
-from shardc.launch import supervisor as supervisor_module
+from shardc.launch import failure as failure_module
+from shardc.launch.activity import COMPUTES, STOPPED
 from shardc.launch.agent import RemoteProcess
 from shardc.launch.child import report_of
 from shardc.launch.failure import Failure
@@ -35,9 +36,11 @@ class FakeProcess:
     def __init__(self, number, script, events):
         self.number, self.script, self.events = number, script, events
         self.alive = None
+        self.does = ""
         self.cluster = None
         self.threads = []
         self.changed = threading.RLock()
+        self.is_here = True
 
     def start(self, job):
         self.alive = job
@@ -84,8 +87,14 @@ class FakeProcess:
     def wait(self, seconds):
         return True
 
+    def replace(self):
+        pass
+
     def tail(self):
         return []
+
+    def activity(self):
+        return self.does
 
 
 class Run:
@@ -99,7 +108,7 @@ class Run:
             0, processes, islands, self.server.address, SECRET, "", 0, restarts, **{"deadline": 20.0, **config}
         )
 
-        def job_of(job):
+        def job_of(job, place):
             return replace(job, config=replace(job.config, links=f"unix:{tmp_path}/{next(numbers)}"))
 
         self.processes = [FakeProcess(p, script, self.events) for p in range(processes)]
@@ -168,7 +177,7 @@ def test_more_kills_than_restarts(tmp_path, capfd):
 
     def kill():
         for p in (0, 1, 2):
-            time.sleep(0.3)
+            time.sleep(1.0)  # losses at the same time are mended by one restart
             run.processes[p].kill()
 
     killer = threading.Thread(target=kill)
@@ -268,6 +277,64 @@ def test_a_silent_process_is_lost(tmp_path, capfd):
     assert capfd.readouterr().err == "process 1 is lost (no sign of life for 2 s); started again, 0 restarts are left\n"
 
 
+def mute(seconds):
+    """A script whose process 1 gives no sign of life for so long."""
+
+    def script(cluster):
+        cluster.gather("all", "")
+        if cluster.me == 1:
+            links = [cluster.link(0), cluster.store]
+            for c in links:
+                c.send = lambda frame: None
+            end = time.monotonic() + seconds
+            while time.monotonic() < end and not cluster._closed:
+                time.sleep(0.05)
+            for c in links:
+                del c.send
+        cluster.gather("again", "")
+
+    return script
+
+
+def test_a_silent_process_that_computes_is_not_lost(tmp_path, capfd):
+    """Nor is its link."""
+    run = Run(tmp_path, mute(4.0), 2, 2, silence=1.5)
+    run.processes[1].does = COMPUTES
+    assert run() == 0
+    assert capfd.readouterr().err == ""
+
+
+def test_it_is_lost_at_the_deadline(tmp_path, capfd):
+    run = Run(tmp_path, mute(20.0), 2, 2, silence=1.5, deadline=4.0)
+    run.processes[1].does = COMPUTES
+    begin = time.monotonic()
+    assert run() in (1, 137)
+    assert time.monotonic() - begin < 9
+    err = capfd.readouterr().err
+    assert "process 0 waited 4 s for process 1 at again" in err or "process 0| PeerLostError" in err
+    assert "no sign of life for 4 s" in err
+
+
+def test_it_is_lost_if_it_stops_computing(tmp_path, capfd):
+    run = Run(tmp_path, mute(20.0), 2, 2, silence=1.5)
+    run.processes[1].does = COMPUTES
+    threading.Timer(3.0, setattr, [run.processes[1], "does", ""]).start()
+    begin = time.monotonic()
+    assert run() == 137
+    assert 4 < time.monotonic() - begin < 8
+    assert "process 1 is lost: no sign of life for 1.5 s.\n" in capfd.readouterr().err
+
+
+def test_a_process_that_is_stopped_before_it_joins_is_lost(tmp_path, capfd):
+    run = Run(tmp_path, work(True), 3, 1, 0, silence=1.5)
+    run.processes[1].start = lambda job: setattr(run.processes[1], "alive", job)
+    run.processes[1].does = STOPPED
+    begin = time.monotonic()
+    assert run() == 137
+    assert time.monotonic() - begin < 1.5 + 1 + 4  # and three seconds of grace
+    assert "process 1 is lost: it was stopped for 1.5 s before it had joined the run.\n" in capfd.readouterr().err
+
+
 def test_an_interrupt_ends_all(tmp_path):
     run = Run(tmp_path, work(True, 10**6))
     threading.Timer(0.3, run.events.put, [("interrupt",)]).start()
@@ -338,7 +405,7 @@ def test_ends_are_told_together_and_to_those_that_still_run(tmp_path, monkeypatc
 @pytest.mark.parametrize("restarts", [0, 1])
 @pytest.mark.parametrize("known", [True, False])
 def test_what_processes_differ_in_is_the_cause_of_an_abort_of_gloo(tmp_path, capfd, monkeypatch, restarts, known):
-    monkeypatch.setattr(supervisor_module, "_CAUSE_SECONDS", 1.0)
+    monkeypatch.setattr(failure_module, "_CAUSE_SECONDS", 1.0)
 
     def script(cluster):
         cluster.gather("all", "")
@@ -367,18 +434,19 @@ def test_what_processes_differ_in_is_the_cause_of_an_abort_of_gloo(tmp_path, cap
 def test_a_failure_that_waits_for_its_cause_is_no_loss_once_its_process_is_started_again(tmp_path, capfd):
     """Processes 0 and 1 are an island: both fail for the loss of process 2, whose restart was told before."""
     run = Run(tmp_path, lambda cluster: cluster.wait_to_leave(), 4, 2, 3)
-    supervisor, states = run.supervisor, run.supervisor._states
+    supervisor, places = run.supervisor, run.supervisor._places
+    supervisor._number(places)
     try:
         supervisor._start(range(4))
         follows = Failure(1, 1, "PeerLostError", when=time.monotonic(), follows=True)
         supervisor._lose(follows)
-        assert supervisor._followers == [follows]
+        assert supervisor._losses._failures == [follows]
         supervisor._epoch = 1
         supervisor._lose(replace(follows, process=0))  # it is behind: its island is started again
-        assert [s.start for s in states] == [2, 2, 1, 1] and supervisor._followers == []
+        assert [p.start for p in places] == [2, 2, 1, 1] and supervisor._losses._failures == []
         assert supervisor._restarts == 3
     finally:
-        supervisor._kill(range(4))
+        supervisor._kill(places)
         run.server.close()
 
 
@@ -397,12 +465,13 @@ class Host(RemoteProcess):
         self.agents.append(Store(self.address, SECRET, -1 - self.number, lambda event: None))
         self.agents[-1].report({"what": "here", "host": f"host {self.number}"})
 
+    def replace(self):
+        self.come()
+
     def start(self, job):
-        if not self.is_here:
-            self.come()
         super().start(job)
         self.configs.append(job.config)
-        self.clients.append(Store(self.address, SECRET, self.number, lambda event: None))
+        self.clients.append(Store(self.address, SECRET, job.config.me, lambda event: None))
         self.clients[-1].report({"what": "joined", "start": job.start})
 
     def _obey(self, event):
@@ -411,7 +480,7 @@ class Host(RemoteProcess):
 
 
 @contextmanager
-def hosts(tmp_path, processes, islands, restarts=3, silence=60.0):
+def hosts(tmp_path, processes, islands, restarts=3, silence=60.0, **config):
     """A supervisor whose processes are on hosts of their own, running in a thread; each process does nothing."""
     events, made = SimpleQueue(), []
 
@@ -429,12 +498,14 @@ def hosts(tmp_path, processes, islands, restarts=3, silence=60.0):
     for p in range(processes):
         made.append(Host(p, events, server.address))
         made[p].come()
-    config = RunConfig(0, processes, islands, server.address, SECRET, "", 0, restarts, silence=silence, deadline=60.0)
-    supervisor = Supervisor(Job(config), made, Screen(), lambda job: job, server, events)
+    config = RunConfig(
+        0, processes, islands, server.address, SECRET, "", 0, restarts, silence=silence, **{"deadline": 60.0, **config}
+    )
+    supervisor = Supervisor(Job(config), made, Screen(), lambda job, place: job, server, events)
     running = threading.Thread(target=supervisor.run, daemon=True)
     running.start()
     try:
-        until(lambda: all(s.joined for s in supervisor._states))
+        until(lambda: len(supervisor._members) == processes and all(m.joined for m in supervisor._members))
         yield supervisor, made, events
     finally:
         events.put(("interrupt",))
@@ -449,7 +520,7 @@ def test_a_host_with_two_agents_is_lost_once(tmp_path, capfd):
     """Each process of its island is started again once, though both agents are lost."""
     with hosts(tmp_path, 2, 1) as (_, made, _events):
         for host in made:
-            host.lost()
+            host.agents[0].close()
         until(lambda: all(len(h.configs) == 2 for h in made))
         time.sleep(0.5)
         assert [[s.epoch for s in h.configs] for h in made] == [[0, 1]] * 2
@@ -485,3 +556,96 @@ def test_the_connection_of_an_earlier_start_condemns_no_new_one(tmp_path, capfd)
         time.sleep(3.5)
         assert [s.epoch for s in made[1].configs] == [0, 1]
     assert capfd.readouterr().err.count("no sign of life for 2 s") == 1
+
+
+# ---- hosts that come back, and runs that go on with fewer
+
+
+def stays_lost(host):
+    """Nothing starts another agent for this host."""
+    host.replace = lambda: None
+    return host
+
+
+def sizes(host):
+    return [(c.epoch, c.me, c.processes, c.islands) for c in host.configs]
+
+
+def test_a_restart_waits_for_its_host(tmp_path, capfd):
+    with hosts(tmp_path, 2, 2) as (_, made, _events):
+        stays_lost(made[1]).agents[0].close()
+        until(lambda: "waiting" in capfd.readouterr().err)
+        time.sleep(0.5)
+        assert sizes(made[1]) == [(0, 1, 2, 2)]
+        made[1].come()
+        until(lambda: sizes(made[1]) == [(0, 1, 2, 2), (1, 1, 2, 2)])
+    assert sizes(made[0]) == [(0, 0, 2, 2)]
+    assert "host host is there; 1 process started\n" in capfd.readouterr().err
+
+
+def test_a_run_ends_when_a_host_does_not_come_back(tmp_path, capfd):
+    with hosts(tmp_path, 2, 2, deadline=2.0) as (supervisor, made, _events):
+        stays_lost(made[1]).agents[0].close()
+        until(lambda: supervisor._over_at is not None, 10)
+        assert supervisor._failures[0].why == "the launcher of its host is lost, and its host does not come back"
+
+
+@pytest.mark.parametrize(
+    ("processes", "islands", "lost", "left"),
+    [
+        (3, 1, 1, {0: (0, 2, 1), 2: (1, 2, 1)}),
+        (3, 3, 0, {1: (0, 2, 2), 2: (1, 2, 2)}),
+        (6, 3, 3, {0: (0, 4, 2), 1: (1, 4, 2), 2: (2, 4, 2), 4: (3, 4, 2)}),  # islands of two: host 5 waits
+    ],
+)
+def test_a_run_goes_on_with_fewer_and_grows_again(tmp_path, capfd, processes, islands, lost, left):
+    with hosts(tmp_path, processes, islands, silence=2.0, least=2) as (_, made, _events):
+        stays_lost(made[lost]).agents[0].close()
+        until(lambda: all(len(made[p].configs) == 2 for p in left), 10)
+        assert {p: sizes(made[p])[1][1:] for p in left} == left
+        number = next(iter(left.values()))[1]
+        err = capfd.readouterr().err
+        assert f"process {lost} is lost (the launcher of its host is lost); waiting up to 2 s for its host" in err
+        assert f"and its host does not come back; the run goes on with {number} processes" in err
+        made[lost].come()
+        until(lambda: "is there; the run takes it at its next checkpoint" in capfd.readouterr().err)
+        first = made[next(iter(left))]
+        first.clients[-1].status = lambda: '{"step": 7, "saved": 5}'
+        until(lambda: all(len(h.configs) >= 2 and h.configs[-1].processes == processes for h in made), 10)
+        assert [h.configs[-1].me for h in made] == list(range(processes))
+        assert {h.configs[-1].islands for h in made} == {islands}
+    assert f"the run goes on with {processes} processes from the checkpoint of step 5" in capfd.readouterr().err
+
+
+def test_too_few_hosts_end_the_run(tmp_path, capfd):
+    with hosts(tmp_path, 3, 1, silence=2.0, least=3 - 1) as (supervisor, made, _events):
+        for host in made[1:]:
+            stays_lost(host).agents[0].close()
+        until(lambda: supervisor._over_at is not None, 10)
+        assert "its host does not come back" in supervisor._failures[0].why
+
+
+def test_a_process_that_fails_without_a_restart_is_left_out(tmp_path, capfd):
+    """Its place is not taken again: the fault may be the place's."""
+
+    def script(cluster):
+        cluster.gather("all", "")
+        if cluster.processes == 3 and cluster.me == 1:
+            raise OSError("no disk")
+        cluster.gather("rest", "")
+
+    run = Run(tmp_path, script, 3, 1, 0, least=2)
+    assert run() == 0
+    assert [p.process for p in run.supervisor._places] == [0, -1, 1]
+    err = capfd.readouterr().err
+    assert "process 1 is lost (OSError: no disk), and no restart is left; the run goes on with 2 processes\n" in err
+
+
+def test_several_losses_of_one_cause_are_one_restart(tmp_path, capfd):
+    """Two hosts that are lost together, as by a switch."""
+    with hosts(tmp_path, 3, 3, restarts=1) as (_, made, _events):
+        for host in made[1:]:
+            host.agents[0].close()
+        until(lambda: all(len(h.configs) == 2 for h in made[1:]))
+        assert [c.epoch for c in made[0].configs] == [0]
+    assert capfd.readouterr().err.count("is lost (") == 1

@@ -70,6 +70,7 @@ def test_a_lost_process_is_started_again_by_its_own_launcher(tmp_path):
     assert (code, out.splitlines()[-2:], other) == (0, ["rejoined 1 0", "end"], (0, "", ""))
     assert err == "process 1 is lost (killed by SIGKILL); started again, 0 restarts are left\n"
     assert text_of(logs / "process-1.log") == "start 0 1\n== process 1, start 2\nstart 1 0\nend\n"
+    assert (tmp_path / ".shardc").stat().st_mode & 0o777 == 0o700
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from random import Random
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import shardc
 from shardc import AUTO, S
 from shardc.plan.saved_plan import from_json, record, to_json
+from tests.mutations import mutated
 from tests.report import programs
 from tests.report.test_explain import MEGATRON, f32, mlp_params
 from tests.report.test_explain_pipeline import MESH, i32, tied, tied_args
@@ -274,6 +276,26 @@ def test_a_file_that_is_no_plan(mesh, change, message):
     with pytest.raises(shardc.ArgumentError) as e:
         from_json(text.replace(*change), "file")
     assert str(e.value).startswith(f"file is {message}")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_mutated_file_is_an_error_or_the_same_plan(mesh, tmp_path, case):
+    """1,000 in all: never a raw error, never another plan."""
+    fn, keywords, args = CASES[case]
+    plan = shardc.function(fn, mesh=mesh, **keywords).plan(*args)
+    text, path, random, errors = to_json(record(plan)), tmp_path / "plan.json", Random(case), 0
+    for _ in range(167):
+        path.write_bytes(mutated(text, random))
+        try:
+            saved = shardc.load_plan(path)
+            assert repr(saved) and str(saved.in_placements) and str(saved.out_placements)
+            again = shardc.function(fn, mesh=mesh, plan=saved).plan(*args)
+        except shardc.ShardcError:
+            errors += 1
+        else:
+            assert str(again.boxed.jaxpr) == str(plan.boxed.jaxpr)
+            assert (again.inputs, again.outputs) == (plan.inputs, plan.outputs)
+    assert errors > 100
 
 
 def test_files_that_are_not_there(mesh, tmp_path):

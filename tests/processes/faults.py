@@ -35,7 +35,7 @@ from tests.processes.training import init
 
 SECONDS = 240.0
 """The longest time of a run, after which all of it is killed."""
-SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
+SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "raise": signal.SIGUSR2}
 PHASES = {"start": 1, "first step": 1, "step": 3, "save": 3, "end": 1, "restart": 2}
 """The phases of a run, and how often each is chosen. `restart` is a fault in a step or a save, and another one soon."""
 
@@ -45,7 +45,7 @@ class Fault:
     """A signal to a process.
 
     Attributes:
-      how: `kill` or `stop`.
+      how: `kill`, `stop`, or `raise`: an exception in the script, wherever it is.
       phase: a key of `PHASES`.
       process: its number.
       part: how much of the phase has passed, from 0 to 1, by the time that it took without faults; at the latest at its
@@ -221,6 +221,8 @@ def run_case(case: Case, programs: Path | None = None, seconds: float = SECONDS)
         outcome.problems += _left_behind(run) if in_time else []
         outcome.problems += _unlike(run, case, wanted)
         outcome.problems += _started_again(run, case, fired)
+        if outcome.restarts > len(fired):
+            outcome.problems.append(f"{len(fired)} faults are mended by {outcome.restarts} restarts")
         outcome.output = run.output()
     return outcome
 
@@ -362,13 +364,14 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.processes.faults")
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--stops", type=int, default=20)
+    parser.add_argument("--raises", type=int, default=20)
     parser.add_argument("--first", type=int, default=0, help="number of the first case of each")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", choices=KINDS, help="a kind of runs")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--show", action="store_true", help="show the output of runs that are not as without faults")
     options = parser.parse_args(words)
-    numbers = {"kill": options.kills, "stop": options.stops}
+    numbers = {"kill": options.kills, "stop": options.stops, "raise": options.raises}
     cases = [
         case
         for how, count in numbers.items()

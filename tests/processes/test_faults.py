@@ -57,6 +57,11 @@ def test_three_stages_killed_while_they_start(programs):
     ends_as_without(programs, "3 stages", "loop", Fault("kill", "start", 2, 0.5))
 
 
+def test_three_stages_one_of_which_raises(programs):
+    """Its neighbours hear of it, and need no restart of their own."""
+    ends_as_without(programs, "3 stages", "run", Fault("raise", "step", 1, 0.5, 7))
+
+
 def test_cases_are_the_same_for_a_seed_and_of_all_kinds():
     cases = [case_of("kill", n, 0) for n in range(100)]
     assert cases == [case_of("kill", n, 0) for n in range(100)] != [case_of("kill", n, 1) for n in range(100)]

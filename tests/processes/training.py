@@ -6,6 +6,7 @@ The options are JSON. Each process appends to FACTS/<its number> what it has don
 
 import json
 import os
+import signal
 import sys
 import time
 from contextlib import contextmanager
@@ -60,6 +61,10 @@ def train_step(options):
     )
 
 
+def fail(*_):
+    raise OSError("a fault of the test")
+
+
 class Facts:
     """The file of this process."""
 
@@ -97,6 +102,7 @@ def here(state):
 
 def main(options, directory, folder):
     facts = Facts(folder)
+    signal.signal(signal.SIGUSR2, fail)
     facts.say("begin")
     step = train_step(options)
 

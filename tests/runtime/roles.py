@@ -19,7 +19,7 @@ from shardc.runtime.distributed_network import DistributedNetwork
 from shardc.runtime.executor import Executor, ProcessShare, Task
 from shardc.runtime.link import Link
 from shardc.runtime.store import Store, StoreServer
-from shardc.runtime.wire import dial
+from shardc.runtime.wire import Hello, dial
 from tests.runtime.codec import Codec, allocate
 from tests.runtime.fuzzing import FuzzSide, case_of
 from tests.runtime.peers import others
@@ -49,7 +49,7 @@ def hear():
 
 def peer(address, secret, silence):
     """The other end of a link. Does what it is told."""
-    sock = dial(address, bytes.fromhex(secret), {"process": 1}, 10.0)
+    sock = dial(address, bytes.fromhex(secret), Hello(1), 10.0)
     link = Link(sock, 1, 0, silence, allocate)
     say(ready=True)
     while True:

@@ -103,9 +103,9 @@ def test_a_process_that_dies_after_it_told_its_address(a_run, tmp_path):
 
 
 def test_a_stranger_gets_no_link(a_run, log_lines):
-    cluster = a_run().join(0)
+    cluster = a_run(transport="tcp").join(0)
     with pytest.raises(ClusterError, match="does not hold this run's secret"):
-        within(5, wire.dial, cluster._listener.address, wire.new_secret(), {"process": 1, "epoch": 0}, 5.0)
+        within(5, wire.dial, cluster._listener.address, wire.new_secret(), wire.Hello(1, 0), 5.0)
     until(log_lines)
     assert len(log_lines()) == 1 and not cluster._links
 
@@ -113,7 +113,7 @@ def test_a_stranger_gets_no_link(a_run, log_lines):
 def test_a_second_link_of_the_same_process_is_dropped(a_run, log_lines):
     a, b = a_run().all()
     together(lambda: a.link(1), lambda: b.link(0))
-    sock = wire.dial(a._listener.address, SECRET, {"process": 1, "epoch": 0}, 5.0)
+    sock = wire.dial(a._listener.address, SECRET, wire.Hello(1, 0), 5.0)
     assert sock.recv(1) == b""
     sock.close()
     assert log_lines() == ["process 0: dropped a link of process 1, of epoch 0"]
@@ -121,9 +121,19 @@ def test_a_second_link_of_the_same_process_is_dropped(a_run, log_lines):
     b.link(0).receive_tagged("x", 5.0)
 
 
+@pytest.mark.parametrize("number", [-1, 0, 1, 3, 1 << 62])
+def test_a_link_of_a_process_that_does_not_dial_here_is_dropped(a_run, log_lines, number):
+    """The process with the higher number dials, and there are three."""
+    cluster = a_run(3).join(1)
+    sock = wire.dial(cluster._listener.address, SECRET, wire.Hello(number), 5.0)
+    assert sock.recv(1) == b""
+    sock.close()
+    assert log_lines() == [f"process 1: dropped a link of process {number}, of epoch 0"]
+
+
 def test_a_link_of_an_earlier_epoch_is_dropped(a_run, log_lines):
     cluster = a_run().join(0, epoch=2)
-    sock = wire.dial(cluster._listener.address, SECRET, {"process": 1, "epoch": 1}, 5.0)
+    sock = wire.dial(cluster._listener.address, SECRET, wire.Hello(1, 1), 5.0)
     assert sock.recv(1) == b""
     sock.close()
     assert log_lines() == ["process 0: dropped a link of process 1, of epoch 1"]
@@ -320,7 +330,7 @@ def test_a_link_of_a_process_that_has_ended(a_run):
     """It is not waited for, unless the process has opened it; one that this process dials is taken."""
     run = a_run(3)
     a, b, c = run.all(deadline=60.0)
-    opened = wire.dial(a._listener.address, SECRET, {"process": 2, "epoch": 0}, 5.0)
+    opened = wire.dial(a._listener.address, SECRET, wire.Hello(2), 5.0)
     run.end(2)
     run.end(1)
     until(lambda: a.has_ended(1))
@@ -526,7 +536,7 @@ def test_a_link_that_comes_while_a_loss_is_mended(a_run):
     waiting = threading.Thread(target=a.rejoin)
     waiting.start()
     until(lambda: not a._links)
-    hello = {"process": 1, "epoch": 0}
+    hello = wire.Hello(1, 0)
     late = wire.dial(a._listener.address, SECRET, hello, 5.0)
     until(lambda: 1 in a._links)
     stale = a._links[1]
@@ -582,7 +592,7 @@ def test_a_new_start_that_this_process_has_not_noticed(a_run):
 def test_a_link_that_comes_before_the_newest_start_is_adopted(a_run):
     run = a_run()
     cluster = run.join(0)
-    late = wire.dial(cluster._listener.address, SECRET, {"process": 1, "epoch": 0}, 5.0)
+    late = wire.dial(cluster._listener.address, SECRET, wire.Hello(1, 0), 5.0)
     until(lambda: 1 in cluster._links)
     run.server.notify_all({"event": "epoch", "epoch": 1, "restarts": 2})
     until(lambda: cluster._next)

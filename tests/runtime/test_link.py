@@ -53,7 +53,7 @@ def of_transport(transport, tmp_path):
     arrived = SimpleQueue()
     address = {"unix": f"unix:{tmp_path / 'x'}", "tcp": "127.0.0.1:0"}[transport]
     listener = wire.Listener(wire.listen(address), SECRET, lambda sock, hello: arrived.put(sock))
-    found = wire.dial(listener.address, SECRET, {}, 5.0), arrived.get(timeout=5)
+    found = wire.dial(listener.address, SECRET, wire.Hello(1), 5.0), arrived.get(timeout=5)
     listener.close()
     return found
 
@@ -359,6 +359,20 @@ def test_a_silent_peer_is_lost_after_the_deadline_and_not_before():
     with pytest.raises(PeerLostError, match=r"process 1 is lost: it gave no sign of life for 1\.2 s"):
         within(5, link.receive_tagged, "x", 60.0)
     assert 1.2 <= time.monotonic() - begin < 2
+    within(5, link.close)
+    other.close()
+
+
+def test_a_silent_peer_that_the_launcher_vouches_for_is_not_lost():
+    mine, other = socket.socketpair()
+    link = Link(mine, 0, 1, 1.0, allocate)
+    for _ in range(6):
+        time.sleep(0.5)
+        link.vouch()
+    assert link.lost is None
+    begin = time.monotonic()
+    until(lambda: link.lost, 5)
+    assert 0.7 < time.monotonic() - begin < 2
     within(5, link.close)
     other.close()
 

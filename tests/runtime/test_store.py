@@ -1,10 +1,14 @@
 """The store: texts that are waited for, signs of life, and a server that stops or ends."""
 
 import json
+import resource
 import signal
 import socket
+import struct
 import threading
 import time
+from contextlib import suppress
+from queue import SimpleQueue
 
 import pytest
 
@@ -259,7 +263,7 @@ def test_closing_is_no_event(server, connect):
 
 
 def test_a_server_drops_who_speaks_nonsense(server, connect):
-    sock = wire.dial(server.address, SECRET, {"process": 9, "why": "store"}, 5.0)
+    sock = wire.dial(server.address, SECRET, wire.Hello(9), 5.0)
     wire.write_all(sock, Frame(FrameKind.MESSAGE, about=b"abc").pieces()[0])
     while sock.recv(100):
         pass
@@ -268,6 +272,48 @@ def test_a_server_drops_who_speaks_nonsense(server, connect):
     a.set("key", "text")
     a.ask("key")
     until(lambda: a.texts)
+
+
+@pytest.mark.parametrize(
+    "head", [(0, 0, 0xFFFFFFFF), (0, 1, 0), (0, 0xFFFF, 0)], ids=["4 GiB of text", "a value", "many values"]
+)
+def test_what_a_frame_says_of_its_size_is_not_believed(server, log_lines, head):
+    kind, buffers, about = head
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with wire.dial(server.address, SECRET, wire.Hello(9), 5.0) as sock:
+        sizes = struct.pack(f"<{buffers}Q", *[1 << 40] * buffers)
+        wire.write_all(sock, memoryview(struct.pack("<BxHIQqqq", kind, buffers, about, 0, 0, 0, 0) + sizes))
+        with suppress(ConnectionResetError):
+            while sock.recv(100):
+                pass
+    until(lambda: server.ended == [9])
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 20_000  # KiB
+
+
+def test_a_text_that_is_too_long_is_an_error_of_its_sender(connect, monkeypatch):
+    monkeypatch.setattr(connection_module, "_LONGEST", 1000)
+    a = connect(0)
+    with pytest.raises(ClusterError, match=r"a text of 10\d\d bytes is too long to be sent: at most 1000\."):
+        a.set("key", "x" * 1000)
+    a.set("key", "x" * 900)
+    until(lambda: a.texts)
+
+
+def test_a_second_connection_of_a_process_is_dropped(server, connect, log_lines):
+    a, gone = connect(1), SimpleQueue()
+    until(lambda: server.statuses())
+    second = connect(1, gone.put)
+    assert gone.get(timeout=5) == {"event": "gone"}
+    assert log_lines() == [f"{server.address}: dropped a second connection of process 1"]
+    a.set("key", "text")
+    until(lambda: a.texts)
+    server.drop(1)
+    server.ended.clear()
+    third = connect(1)
+    until(lambda: third.texts == {"key": "text"} and not second.texts)
+    server._clients[1].seen -= 10  # the network broke: it has not said a word since
+    fourth = connect(1)
+    until(lambda: fourth.texts and server.ended == [1])
 
 
 def test_many_at_once(connect):

@@ -4,13 +4,14 @@ import os
 import socket
 import threading
 import time
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from queue import SimpleQueue
 
 import pytest
 
 from shardc.errors import ClusterError
 from shardc.runtime import wire
+from shardc.runtime.tls import TlsSocket
 from tests.runtime.peers import until
 from tests.runtime.watchdog import within
 
@@ -20,26 +21,37 @@ SECRET = wire.new_secret()
 HAS_IPV6 = socket.has_ipv6 and os.path.exists("/proc/net/if_inet6")
 
 
-@pytest.fixture(
-    params=["unix", "127.0.0.1:0", pytest.param("[::1]:0", marks=pytest.mark.skipif(not HAS_IPV6, reason="no IPv6"))]
-)
-def listener(request, tmp_path):
+@contextmanager
+def listening(address):
     arrived = SimpleQueue()
-    address = f"unix:{tmp_path / 'x'}" if request.param == "unix" else request.param
     found = wire.Listener(wire.listen(address), SECRET, lambda sock, hello: arrived.put((sock, hello)))
     found.arrived = arrived
     yield found
     found.close()
 
 
+@pytest.fixture(
+    params=["unix", "127.0.0.1:0", pytest.param("[::1]:0", marks=pytest.mark.skipif(not HAS_IPV6, reason="no IPv6"))]
+)
+def listener(request, tmp_path):
+    with listening(f"unix:{tmp_path / 'x'}" if request.param == "unix" else request.param) as found:
+        yield found
+
+
+@pytest.fixture
+def tcp_listener():
+    with listening("127.0.0.1:0") as found:
+        yield found
+
+
 def dial(address, secret=SECRET, hello=None, seconds=5.0, **options):
-    return within(10, lambda: wire.dial(address, secret, hello or {"process": 1}, seconds, **options))
+    return within(10, lambda: wire.dial(address, secret, hello or wire.Hello(1), seconds, **options))
 
 
 def test_both_ends_get_a_connection(listener):
-    here = dial(listener.address, hello={"process": 3, "why": "ü"})
+    here = dial(listener.address, hello=wire.Hello(-3, 1 << 40))
     there, hello = listener.arrived.get(timeout=5)
-    assert hello == {"process": 3, "why": "ü"}
+    assert hello == wire.Hello(-3, 1 << 40) == (-3, 1 << 40)
     wire.write_all(here, memoryview(b"to and fro"))
     assert wire.read(there, 10) == b"to and fro"
     assert here.gettimeout() is None and there.gettimeout() is None
@@ -49,7 +61,8 @@ def test_both_ends_get_a_connection(listener):
     there.close()
 
 
-def test_a_wrong_secret_is_an_error_at_once_and_one_line(listener, log_lines):
+def test_a_wrong_secret_is_an_error_at_once_and_one_line(tcp_listener, log_lines):
+    listener = tcp_listener
     begin = time.monotonic()
     with pytest.raises(ClusterError, match="belongs to another run: it does not hold this run's secret"):
         dial(listener.address, secret=wire.new_secret(), seconds=60.0)
@@ -71,9 +84,19 @@ def connect(listener):
     return sock
 
 
-@pytest.mark.parametrize(
-    "said", [b"GET / HTTP/1.1\r\n\r\n" * 20, b"\xff" * 200, b"x" * 68 + b"\x00\x00\x00\x05" + b"hello"]
-)
+def test_a_process_of_another_user_is_refused(tmp_path, log_lines, monkeypatch):
+    """A UNIX socket needs no secret: the kernel says whose process is at the other end."""
+    with listening(f"unix:{tmp_path / 'x'}") as listener:
+        monkeypatch.setattr(wire.os, "geteuid", lambda: os.getuid() + 1)
+        with pytest.raises(ClusterError, match="belongs to another run: it runs as another user"):
+            dial(listener.address, seconds=60.0)
+        with connect(listener) as sock:
+            assert sock.recv(1) == b""
+        until(lambda: len(log_lines()) == 2)
+        assert log_lines()[0].endswith("it runs as another user") and listener.arrived.empty()
+
+
+@pytest.mark.parametrize("said", [b"GET / HTTP/1.1\r\n\r\n" * 20, b"\xff" * 200, b"{}" * 12, b"shardc 1" + bytes(16)])
 def test_garbage_is_dropped_with_one_line(listener, log_lines, said):
     with connect(listener) as sock:
         sock.sendall(said)
@@ -115,7 +138,7 @@ def test_closing_drops_who_is_not_welcome_yet(tmp_path, log_lines):
     arrived = []
     listener = wire.Listener(wire.listen(f"unix:{tmp_path / 'x'}"), SECRET, lambda *a: arrived.append(a))
     with connect(listener) as sock:
-        assert sock.recv(100).startswith(b"shardc")
+        until(lambda: listener._meeting)
         within(2, listener.close)
         assert sock.recv(100) == b""
     assert not arrived and not log_lines()
@@ -127,7 +150,7 @@ def test_a_dialer_without_the_ready_byte_is_not_welcome(listener, log_lines):
     real = wire.write_all
 
     def cut(sock, data):
-        if bytes(data) == wire._READY:
+        if bytes(data) == wire._READY and sock not in listener._meeting:
             sock.shutdown(socket.SHUT_RDWR)
         real(sock, data)
 
@@ -205,41 +228,68 @@ def test_a_dialer_gives_up_when_it_is_told_to(tmp_path):
     assert time.monotonic() - begin < 2
 
 
-def test_who_answers_is_no_process_of_shardc(tmp_path):
-    with socket.socket(socket.AF_UNIX) as other:
-        other.bind(str(tmp_path / "x"))
-        other.listen()
+def answers(address, answer):
+    """A thread that accepts one connection and answers it; and where it listens."""
+    listener = wire.listen(address)
 
-        def answer():
-            sock, _ = other.accept()
-            sock.sendall(b"SSH-2.0-OpenSSH_9.9" + bytes(100))
-            sock.close()
+    def run():
+        with listener, listener.accept()[0] as sock, suppress(OSError):
+            answer(sock)
 
-        thread = threading.Thread(target=answer)
-        thread.start()
-        with pytest.raises(ClusterError, match="no process of shardc, or of another version"):
-            dial(f"unix:{tmp_path / 'x'}")
-        thread.join(5)
+    thread = threading.Thread(target=run)
+    thread.start()
+    return wire.address_of(listener), thread
 
 
-def test_an_impostor_that_does_not_hold_the_secret_is_refused(tmp_path):
+@pytest.mark.parametrize("transport", ["unix", "tcp"])
+def test_who_answers_is_no_process_of_shardc(tmp_path, transport):
+    address, thread = answers(
+        f"unix:{tmp_path / 'x'}" if transport == "unix" else "127.0.0.1:0",
+        lambda sock: sock.sendall(b"SSH-2.0-OpenSSH_9.9" + bytes(100)),
+    )
+    with pytest.raises(ClusterError, match="no process of shardc, or of another version"):
+        dial(address)
+    thread.join(5)
+
+
+def test_an_impostor_that_does_not_hold_the_secret_is_refused():
     """The listener too has to prove that it holds the secret."""
-    with socket.socket(socket.AF_UNIX) as other:
-        other.bind(str(tmp_path / "x"))
-        other.listen()
 
-        def answer():
-            sock, _ = other.accept()
-            sock.sendall(wire._GREETING + bytes(32))
-            sock.recv(1000)
-            sock.sendall(os.urandom(32))
-            sock.close()
+    def answer(sock):
+        with TlsSocket(sock, wire.new_secret(), listens=True) as secured:
+            secured.shake_hands(time.monotonic() + 5)
 
-        thread = threading.Thread(target=answer)
-        thread.start()
-        with pytest.raises(ClusterError, match="does not hold this run's secret"):
-            dial(f"unix:{tmp_path / 'x'}", seconds=60.0)
-        thread.join(5)
+    address, thread = answers("127.0.0.1:0", answer)
+    with pytest.raises(ClusterError, match="does not hold this run's secret"):
+        dial(address, seconds=60.0)
+    thread.join(5)
+
+
+def test_a_listener_that_ends_is_no_stranger():
+    """The dialer tries again, and finds its successor."""
+    address, thread = answers("127.0.0.1:0", lambda sock: sock.recv(1))
+    found = SimpleQueue()
+    dialing = threading.Thread(target=lambda: found.put(dial(address, seconds=20.0)))
+    dialing.start()
+    thread.join(5)
+    with listening(address) as listener:
+        listener.arrived.get(timeout=5)[0].close()
+        found.get(timeout=5).close()
+    dialing.join(5)
+
+
+def test_many_strangers_keep_nobody_waiting(tcp_listener, log_lines, monkeypatch):
+    """A full house takes one more when its oldest guest is a second old."""
+    monkeypatch.setattr(wire, "_HURRY", 0.3)
+    silent = [connect(tcp_listener) for _ in range(2 * wire._MOST)]
+    begin = time.monotonic()
+    dial(tcp_listener.address, seconds=20.0).close()
+    assert time.monotonic() - begin < 3 and len(tcp_listener._meeting) <= wire._MOST
+    assert sum(t.name == "shardc handshake" for t in threading.enumerate()) <= wire._MOST + 1
+    tcp_listener.arrived.get(timeout=5)[0].close()
+    for sock in silent:
+        sock.close()
+    until(lambda: len(log_lines()) == 2 * wire._MOST)
 
 
 def test_too_many_open_files_do_not_end_a_listener(listener, log_lines):

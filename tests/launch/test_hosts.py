@@ -1,0 +1,119 @@
+"""Runs on plain hosts with one command line for each; the hosts are homes of this machine."""
+
+import signal
+import socket
+import time
+from contextlib import ExitStack
+
+import pytest
+
+from shardc.launch.prepare import free_port
+from tests.launch.launching import command, environment, script, started, text_of, wait_for
+from tests.launch.test_by_ssh import SHOW, ends
+from tests.launch.test_options import refused
+
+
+class ByHand:
+    """A launcher on each host, with a home of its own."""
+
+    def __init__(self, path, *options, hosts=2, homes=None, port=None):
+        self.stack = ExitStack()
+        at = f"127.0.0.1:{port or free_port('127.0.0.1')}"
+        for i in range(hosts):
+            home = path.parent / (homes[i] if homes else "home")
+            home.mkdir(exist_ok=True)
+            words = command(path, "--hosts", hosts, "--host", i, "--at", at, *options)
+            run = started(words, str(path), env=environment(HOME=str(home), SSH_TTY=f"{i}", COLOUR=""))
+            setattr(self, f"host{i}", self.stack.enter_context(run))
+            self.all = [*getattr(self, "all", []), getattr(self, f"host{i}")]
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.stack.__exit__(*error)
+
+
+def test_one_line_on_each_host(tmp_path):
+    with ByHand(script(tmp_path, SHOW), "--islands", 4, "--processes", 4) as by_hand:
+        assert [ends(run) for run in by_hand.all] == [(0, "['0', '0', '1', '1'] []\n", ""), (0, "", "")]
+    made = tmp_path / "home" / ".shardc" / "secret"
+    assert made.stat().st_mode & 0o777 == 0o600 and len(made.read_text()) == 64
+    assert list(made.parent.iterdir()) == [made]
+
+
+def test_hosts_without_a_shared_home_wait_for_a_copy_of_the_secret(tmp_path):
+    with ByHand(script(tmp_path, SHOW), "--islands", 2, homes=["a", "b"]) as by_hand:
+        assert by_hand.host0.stderr.readline() == "waiting for other hosts; there, in the same directory, run:\n"
+        assert "shardc run --hosts 2 --host 1 --at 127.0.0.1:" in by_hand.host0.stderr.readline()
+        assert by_hand.host1.stderr.readline() == (
+            f"there is no {tmp_path}/b/.shardc/secret yet. Hosts without a shared home directory need a copy of this "
+            "file of host 0, once: scp 127.0.0.1:.shardc/secret ~/.shardc/secret. Or give all hosts the same --secret "
+            "FILE.\n"
+        )
+        (tmp_path / "b/.shardc/secret").write_text(text_of(tmp_path / "a/.shardc/secret"))
+        assert [ends(run) for run in by_hand.all] == [(0, "['0', '1'] []\n", ""), (0, "", "")]
+
+
+def test_another_secret(tmp_path):
+    (tmp_path / "b/.shardc").mkdir(parents=True)
+    (tmp_path / "b/.shardc/secret").write_text("b" * 64)
+    with ByHand(script(tmp_path, SHOW), "--deadline", 6, homes=["a", "b"]) as by_hand:
+        code, _, err = ends(by_hand.host1)
+        assert code == 2 and "it does not hold this run's secret" in err
+        assert "need a copy of this file of host 0, once: scp 127.0.0.1:.shardc/secret ~/.shardc/secret." in err
+        assert ends(by_hand.host0)[0] == 2
+
+
+def test_ctrl_c_on_another_host_than_0(tmp_path):
+    path = script(tmp_path, f"open(f'{tmp_path}/{{c.me}}', 'w').close()\ntime.sleep(1000)")
+    with ByHand(path, "--processes", 4, "--islands", 4) as by_hand:
+        wait_for(lambda: all((tmp_path / f"{p}").exists() for p in range(4)))
+        by_hand.host1.send_signal(signal.SIGINT)
+        assert [ends(run)[0] != 0 for run in by_hand.all] == [True, True]
+
+
+def test_the_launcher_of_host_0_is_interrupted_while_it_waits(tmp_path):
+    with ByHand(script(tmp_path, ""), homes=["a", "b"]) as by_hand:
+        by_hand.host0.stderr.readline()
+        by_hand.host0.send_signal(signal.SIGINT)
+        assert ends(by_hand.host0)[0] == 130
+        by_hand.host1.send_signal(signal.SIGINT)
+        assert ends(by_hand.host1)[0] == 130
+
+
+def test_another_host_is_interrupted_while_host_0_does_not_come(tmp_path):
+    path = script(tmp_path, "")
+    (tmp_path / "secret").write_text("s" * 64)
+    words = ["--hosts", 2, "--host", 1, "--at", f"127.0.0.1:{free_port('127.0.0.1')}", "--secret", tmp_path / "secret"]
+    with started(command(path, *words), str(path)) as run:
+        time.sleep(3.0)
+        run.send_signal(signal.SIGINT)
+        assert ends(run)[0] == 130
+
+
+# -- options
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["--hosts", "a,b", "--processes", 3], "--processes 3 cannot be divided evenly over --hosts a,b."),
+        (["--hosts", 2], "--hosts 2 needs --host I, the number of this host (0 to 1), and --at ADDRESS:PORT, an"),
+        (["--hosts", 2, "--host", 2, "--at", "a:1"], "--hosts 2 needs --host I, the number of this host (0 to 1)"),
+        (["--hosts", "a,b", "--host", 1], "--host and --at need the number of hosts: --hosts N."),
+        (["--host", 1], "--host and --at need the number of hosts: --hosts N."),
+        (["--hosts", "a,a"], '--hosts a,a: "a" is no name of a host, or stands there twice; --processes sets how many'),
+        (["--hosts", "a,-oProxyCommand=x"], '--hosts a,-oProxyCommand=x: "-oProxyCommand=x" is no name of a host'),
+        (["--hosts", "a,b", "--ray"], "--hosts and --ray exclude each other."),
+        (["--hosts", 2, "--host", 0, "--at", "a"], 'argument --at: "a" is not an address with a port, such as a:4711'),
+    ],
+)
+def test_options_that_do_not_fit(capsys, tmp_path, words, error):
+    assert refused(capsys, *words, script(tmp_path, "")).startswith(error)
+
+
+def test_a_name_that_other_hosts_cannot_reach(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.1.1")
+    words = ["--hosts", 2, "--host", 0, "--at", "mine:4711"]
+    assert refused(capsys, *words, script(tmp_path, "")).startswith("--at: this host knows mine as 127.0.1.1, which")
