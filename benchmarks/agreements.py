@@ -1,12 +1,12 @@
 """The messages and seconds of agreements, with many processes that only agree.
 
-    python -m benchmarks.agreements [--processes 2 8 32 128 512] [--hosts 4]
+    python -m benchmarks.agreements [--processes 2 8 32 128 512] [--hosts 8]
 
 The processes of a run are clusters in the threads of a few operating-system processes, with UNIX sockets between them;
 the launcher is a store alone. Nothing of JAX runs. The phases:
 
     start      all join, open their links and agree for the first time
-    agree      one comparison of a call that nobody waits for, finished before the next one
+    agree      the comparison of one call
     save       the agreement of a checkpoint that is saved
     last       the agreements of `saved.last()`
     restart    process 1 is lost and replaced: the others begin the next epoch, and all agree
@@ -189,7 +189,7 @@ def measure(processes: int, hosts: int) -> dict[str, dict[str, float]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--processes", type=int, nargs="+", default=[2, 8, 32, 128, 512])
-    parser.add_argument("--hosts", type=int, default=4)
+    parser.add_argument("--hosts", type=int, default=8)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     threading.stack_size(256 << 10)

@@ -71,7 +71,7 @@ class Agreement:
             group.agree(f"{name}, first call", self._facts(arrays), where_known=not self._placed)
             self._agreed, self._calls = group, 1
             return
-        group.compare(f"{name}, call {self._calls}", _value_facts(paths, arrays), self._digest_text)
+        group.compare_launch(name, self._calls, self._digest_text, _value_facts(paths, arrays))
 
     @cached_property
     def _digest_text(self) -> str:

@@ -28,7 +28,7 @@ from shardc.machine.devices import is_far
 from shardc.passes.trace.trace import is_number, settings
 from shardc.runtime import cluster as clusters
 from shardc.runtime.cluster import Cluster, call_text, calls_of, refuse_other_calls, refuse_unlike
-from shardc.runtime.gathering import Gathering
+from shardc.runtime.gathering import Gathering, Repeats
 from shardc.versions import VERSION
 
 _AHEAD: Final = 16
@@ -50,6 +50,9 @@ class ProcessGroup:
         self.members = tuple(members)
         self._cluster, self._epoch = cluster, 0 if cluster is None else cluster.epoch
         self._open: deque[_Comparison] = deque()
+        self._last: tuple[str, str] | None = None
+        """Name and plan of the executable that was launched last; None if values were compared with it."""
+        self._repeats: Repeats = Repeats("", -1, partial(self._again, "", "", 0))
         self._name = calls_of(members)
         """The name by which the cluster counts these calls: a process whose script has ended makes no further ones."""
 
@@ -95,7 +98,32 @@ class ProcessGroup:
             said = [{fact: text for fact, text in each.items() if fact in known} for each in said]
         refuse_unlike(what, self.members, said)
 
-    def compare(self, what: str, facts: Mapping[str, str], plan: str = "") -> None:
+    def compare_launch(self, what: str, number: int, plan: str, facts: Mapping[str, str]) -> None:
+        """Do `compare` for the call of an executable. If it repeats the one before it, without facts, nothing is sent.
+
+        Args:
+          what, number: the executable's name, and how often it was called.
+          plan: the digest of its plan.
+          facts: of this process, by name.
+        """
+        like = None if facts else (what, plan)
+        if self._cluster is None or (like and like == self._last and self._cluster.repeat(self._repeats)):
+            return
+        self._last = None  # in case that it is not made
+        call = self.compare(f"{what}, call {number}", facts, plan)
+        if call is not None:
+            self._last, at = like, call.key[1]
+            self._repeats = Repeats(self._name, at, partial(self._again, what, plan, at - number))
+
+    def _again(self, what: str, plan: str, ahead: int, number: int) -> Gathering:
+        """The gathering of a repeated call, whose number among all calls is so much ahead of that of the executable."""
+        what = f"{what}, call {number - ahead}"
+        assert self._cluster is not None
+        refuse = partial(self._refuse_unlike, what)
+        text = call_text(what, {}, plan)
+        return Gathering((self._name, number), self.members, self._cluster.me, text, f"at {what}", refuse)
+
+    def compare(self, what: str, facts: Mapping[str, str], plan: str = "") -> Gathering | None:
         """Do `agree` for a call that is launched next, without waiting: if facts differ, a later call of a method
         raises, the next one of `compare` at the latest.
 
@@ -104,13 +132,16 @@ class ProcessGroup:
           facts: of this process, by name.
           plan: the digest of the plan that it launches.
 
+        Returns:
+          What was begun; None without a cluster.
+
         Raises:
           DisagreementError: a process that came first makes another call; or the facts of an earlier one differed.
         """
         while self._open and (self._open[0].has_facts or self._open[0].call.is_complete or len(self._open) == _AHEAD):
             self._settle_first()
         if self._cluster is None:
-            return
+            return None
         call = self._begin(self._cluster, what, call_text(what, facts, plan), compared=True)
         self._open.append(_Comparison(what, call, bool(facts)))
         if call.differs:
@@ -120,6 +151,7 @@ class ProcessGroup:
                 self._open.rotate(1)
                 self._settle_first()  # says it again, of all processes if it can
                 raise
+        return call
 
     def settle(self) -> None:
         """Finish all comparisons: wait for the facts of the others.
@@ -138,7 +170,7 @@ class ProcessGroup:
         """
         while self._open and self._open[0].call.is_complete:
             self._settle_first()
-        error = None if self._cluster is None else self._cluster.error_of([each.call for each in self._open])
+        error = None if self._cluster is None else self._cluster.error_within(0.0)
         if error is not None:
             self._drop_open()
             raise error

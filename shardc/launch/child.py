@@ -49,7 +49,7 @@ def main() -> None:
     except ClusterError as error:
         sys.exit(f"process {job.config.me} cannot join the run: {error}")
     cluster.on_orphaned = lambda: _orphaned(job)
-    cluster.on_wrong = lambda error: fail(cluster, job, error.with_traceback(_where_main_is()))
+    cluster.on_wrong = lambda error: fail(cluster, job, error.with_traceback(where_main_is()))
     atexit.register(runs.leave)
     try:
         cluster.store.report({"what": "joined", "start": job.start})
@@ -59,7 +59,7 @@ def main() -> None:
         settle_all()  # the values of the last call
     except BaseException as error:  # noqa: BLE001 - reported to the launcher; Python's own end would wait in a barrier
         if not (isinstance(error, SystemExit) and error.code in (None, 0)):
-            fail(cluster, job, _cause(cluster, error))
+            fail(cluster, job, cause_of(cluster, error))
     _end(cluster, job)
 
 
@@ -107,7 +107,7 @@ def _end(cluster: Cluster, job: Job) -> None:
 _failing: Final = threading.Lock()
 
 
-def _cause(cluster: Cluster, error: BaseException) -> BaseException:
+def cause_of(cluster: Cluster, error: BaseException) -> BaseException:
     """An error, or what caused it: a collective whose members come from other calls fails with words of its own."""
     if not isinstance(error, StepFailedError | jax.errors.JaxRuntimeError) or is_of_another_process(error):
         return error
@@ -115,7 +115,7 @@ def _cause(cluster: Cluster, error: BaseException) -> BaseException:
     return error if found is None else found.with_traceback(error.__traceback__)
 
 
-def _where_main_is() -> TracebackType | None:
+def where_main_is() -> TracebackType | None:
     """The traceback of an error that the main thread would raise where it is."""
     frame, trace = sys._current_frames().get(threading.main_thread().ident or 0), None  # pyright: ignore[reportPrivateUsage]
     while frame is not None:

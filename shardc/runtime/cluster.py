@@ -13,6 +13,7 @@ import os
 import signal
 import socket
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,7 +21,7 @@ from typing import Any, Final
 
 from shardc.errors import ClusterError, DisagreementError, PeerLostError, all_offenders
 from shardc.runtime.connection import Allocate, Frame, FrameKind
-from shardc.runtime.gathering import Gathering, Verdict
+from shardc.runtime.gathering import Gathering, Repeats, Verdict
 from shardc.runtime.link import Link
 from shardc.runtime.store import Event, Store
 from shardc.runtime.wire import Hello, Listener, dial, listen
@@ -32,6 +33,8 @@ _GATHERING: Final = 0
 """The network number of gathered texts on links. Numbers of pipelines are digests, never 0 in practice."""
 _REASON: Final = 1.0
 """Seconds that a process waits after the loss of a link for the launcher to report the reason."""
+_RUNS: Final = 64
+"""Number of runs of repeated calls that a process remembers."""
 _LOOKS: Final = 3
 """Number of signs of life in a row at which a call must be found to be wrong before `on_wrong` is called: the main
 thread may raise first."""
@@ -97,6 +100,8 @@ class Cluster:
         collective of JAX that waits for others raises no error."""
         self._early: dict[tuple[str, int], dict[str, int]] = {}
         """Texts of gatherings that were not begun here yet."""
+        self._repeats: dict[str, deque[tuple[int, Repeats]]] = {}
+        """The newest repeated calls, each with the number of the first, by the name of their gatherings."""
         self._over = ""
         self._closed = False
         self._leaving = False
@@ -144,7 +149,7 @@ class Cluster:
                         self._next = int(event["epoch"])
                     self.config = replace(self.config, restarts=int(event["restarts"]))
                 case "done":
-                    self._ended |= {p: (int(event["epoch"]), event["calls"]) for p in event["processes"]}
+                    self._hear_ends(event)
                 case "leave":
                     self._leaving = True
                 case "over":
@@ -156,6 +161,11 @@ class Cluster:
             self._changed.notify_all()
         if event["event"] == "gone":
             self.on_orphaned()
+
+    def _hear_ends(self, event: Event) -> None:
+        self._ended |= {p: (int(event["epoch"]), event["calls"]) for p in event["processes"]}
+        for name in self._repeats:  # this process may wait in a call that they never make
+            self._reopen(name, self._counts[name])
 
     def _vouch(self, processes: Sequence[int]) -> None:
         """Count the links to processes as alive: they compute, and give no sign of life."""
@@ -386,6 +396,29 @@ class Cluster:
         self._send(self._due(call))
         return call
 
+    def repeat(self, calls: Repeats) -> bool:
+        """Count a call that repeats the one before it: nothing is sent. False: it has to be gathered, because another
+        call came between, another process gathers at its number, or a script has ended."""
+        with self._changed:
+            number = calls.last + 1
+            if self._counts.get(calls.name) != calls.last or (calls.name, number) in self._early:
+                return False
+            if any(map(self.has_ended, self._ended)):
+                return False
+            runs = self._repeats.setdefault(calls.name, deque(maxlen=_RUNS))
+            if not runs or runs[-1][1] is not calls:
+                runs.append((number, calls))
+            calls.last = self._counts[calls.name] = number
+            return True
+
+    def _reopen(self, name: str, number: int) -> Gathering | None:
+        """Begin the gathering of a repeated call after all, if it is one: the others do not repeat it."""
+        calls = next((c for first, c in self._repeats.get(name, ()) if first <= number <= c.last), None)
+        if calls is None or (name, number) in self._gathering:
+            return None
+        call = self._gathering[name, number] = calls.begin(number)
+        return call
+
     def _due(self, call: Gathering, early: bool = False) -> list[tuple[Link, Frame]]:
         """What is to be sent now in a gathering, if it is one of this epoch."""
         with self._changed:
@@ -450,10 +483,12 @@ class Cluster:
             if epoch != self.epoch:
                 return
             due, call = [], self._gathering.get((name, number))
+            if call is None and number <= self._counts.get(name, -1):  # it is finished, or was not gathered here
+                call = self._reopen(name, number)
             if call is not None:
                 call.add(texts)
                 due = self._due(call)
-            elif number > self._counts.get(name, -1):  # else it is finished
+            elif number > self._counts.get(name, -1):
                 early = self._early.setdefault((name, number), {})
                 early.update({text: early.get(text, 0) | mask for text, mask in texts.items()})
             self._changed.notify_all()
@@ -551,6 +586,7 @@ class Cluster:
             self._counts.clear()
             self._gathering.clear()
             self._early.clear()
+            self._repeats.clear()
             links, self._links = self._links, {}
             self._changed.notify_all()
         for link in links.values():

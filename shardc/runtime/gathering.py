@@ -10,6 +10,7 @@ what it has beyond the rounds, so that all know who is missing. Nothing here kno
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
 
 Texts: TypeAlias = Mapping[str, int]
@@ -20,6 +21,21 @@ Verdict: TypeAlias = Callable[[Mapping[int, str]], None]
 
 def _no_verdict(texts: Mapping[int, str]) -> None:
     """Accept any texts."""
+
+
+@dataclass
+class Repeats:
+    """Calls in a row that are like one that was gathered. Nothing is sent for them, unless another process gathers at
+    the number of one of them, or ends before it.
+
+    Attributes:
+      last: the number of the last of them, or of the gathering.
+      begin: gives the gathering of one of them, by its number.
+    """
+
+    name: str
+    last: int
+    begin: Callable[[int], Gathering]
 
 
 class Gathering:

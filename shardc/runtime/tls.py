@@ -41,7 +41,9 @@ def _library(name: str) -> Any:
 
 
 def check() -> None:
-    """Raise ClusterError if the library `cryptography` is not installed."""
+    """Raise ClusterError if the library `cryptography` is not installed, or this is not Linux."""
+    if not hasattr(os, "memfd_create"):
+        raise ClusterError("connections between hosts are encrypted, which needs Linux.")
     _library("x509")
 
 
@@ -50,10 +52,9 @@ def identity(secret: bytes) -> str:
     """The path of the private key and the certificate of a run, as PEM. The file is in this process's memory only.
 
     Raises:
-      ClusterError: the library `cryptography` is not installed, or this is not Linux.
+      ClusterError: as `check`.
     """
-    if not hasattr(os, "memfd_create"):
-        raise ClusterError("connections between hosts are encrypted, which needs Linux.")
+    check()
     x509, serialization, hashes, ec = map(
         _library,
         ("x509", "hazmat.primitives.serialization", "hazmat.primitives.hashes", "hazmat.primitives.asymmetric.ec"),
@@ -153,7 +154,7 @@ class TlsSocket(socket.socket):
         got = 0
         try:
             while got < len(view) and (self._came.pending or self._tls.pending()):
-                got += self._tls.read(len(view) - got, view[got:])  # pyright: ignore
+                got += self._tls.read(len(view) - got, view[got:])  # pyright: ignore[reportOperatorIssue]
         except ssl.SSLWantReadError:
             pass  # a part of a record
         except ssl.SSLError as error:

@@ -304,9 +304,9 @@ class Listener:
             if not self._closed:
                 _log.warning("%s: dropped a connection of %s: %s", self.address, who, error)
         with self._changed:
-            self._meeting.pop(sock, None)
+            dropped = self._meeting.pop(sock, None) is None
             self._changed.notify()
-            if hello is None or self._closed:
+            if hello is None or dropped or self._closed:
                 sock.close()
                 return
         self._welcome(sock, hello)

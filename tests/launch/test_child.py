@@ -1,11 +1,12 @@
 """A process of a run: how it runs its script, and what it says of an error."""
 
 import sys
+import threading
 
 import pytest
 
-from shardc.errors import DisagreementError, PeerLostError
-from shardc.launch.child import error_text, report_of, run_script
+from shardc.errors import DisagreementError, PeerLostError, StepFailedError
+from shardc.launch.child import cause_of, error_text, report_of, run_script, where_main_is
 
 
 @pytest.fixture(autouse=True)
@@ -71,6 +72,30 @@ def test_exit_codes():
     assert error_text(raised(SystemExit(-1))) == ("", 255)
     assert error_text(raised(SystemExit("no data"))) == ("no data\n", 1)
     assert error_text(raised(KeyboardInterrupt()))[1] == 130
+
+
+class Disagrees:
+    """A cluster that knows of a call that differs."""
+
+    def error_within(self, seconds):
+        return DisagreementError("the call differs")
+
+
+def test_a_collective_that_fails_has_a_cause_in_words():
+    found = cause_of(Disagrees(), raised(StepFailedError("Gloo: connection closed by peer")))
+    assert str(found) == "the call differs" and "in raised\n    raise error" in error_text(found)[0]
+    for error in (ValueError("x"), PeerLostError("lost", 1), SystemExit(3)):
+        assert cause_of(Disagrees(), error) is error
+
+
+def test_an_error_of_another_thread_shows_where_the_script_is():
+    found = []
+    thread = threading.Thread(target=lambda: found.append(where_main_is()))
+    thread.start()
+    thread.join()
+    lines = error_text(DisagreementError("x").with_traceback(found[0]))[0].splitlines()
+    assert any("in test_an_error_of_another_thread_shows_where_the_script_is" in line for line in lines)
+    assert lines[-1] == "shardc.errors.DisagreementError: x"
 
 
 def test_reports():

@@ -21,7 +21,9 @@ from shardc.errors import ClusterError
 from shardc.runtime import wire
 from tests.launch.launching import environment, named, script, text_of, wait_for
 from tests.launch.test_under_a_cluster import Tasks, slurm
+from tests.runtime.peers import together
 
+SECONDS = 5.0
 SECRET = b"0123456789abcdef" * 2
 STEPS = """
 import os, sys, time
@@ -147,7 +149,7 @@ class Strangers:
         with suppress(OSError):
             self.kept.append(self.connect())
             self.kept[-1].sendall(self.rng.choice([b"", b"\x16", b"\x16\x03\x01\x02\0\x01"]))
-        if len(self.kept) > 150:
+        if len(self.kept) > 30:
             self.kept.pop(0).close()
 
     def replay(self):
@@ -187,6 +189,11 @@ class Strangers:
     ATTACKS = (garbage, another_protocol, length, half_open, replay, part_of_a_handshake, wrong_secret,
                man_in_the_middle, second_number)  # fmt: skip
 
+    def attack(self):
+        end = time.monotonic() + SECONDS
+        while time.monotonic() < end:
+            self.rng.choice(self.ATTACKS)(self)
+
     def close(self):
         for sock in self.kept:
             sock.close()
@@ -197,7 +204,6 @@ class Strangers:
 def test_a_run_does_not_notice_strangers(tmp_path, seed):
     path, secret, logs = script(tmp_path, STEPS, head=""), tmp_path / "secret", tmp_path / "logs"
     secret.write_bytes(SECRET)
-    rng = random.Random(seed)
     options = ["--devices", 1, "--secret", secret, "--log", logs]
     with Tasks(slurm, tmp_path, path, *options, arguments=[tmp_path]) as tasks:
         wait_for(lambda: "step 5\n" in text_of(logs / "process-1.log"), 60)
@@ -206,16 +212,15 @@ def test_a_run_does_not_notice_strangers(tmp_path, seed):
         ports = listening(processes)
         assert len(ports) == 6, ports  # the store, two for links, JAX's coordination service, two of Gloo
         before = {p: memory(p, "VmRSS") for p in processes}
-        strangers = Strangers(sorted(ports), rng)
-        end = time.monotonic() + 6
-        while time.monotonic() < end:
-            rng.choice(strangers.ATTACKS)(strangers)
+        strangers = [Strangers(sorted(ports), random.Random(10 * seed + i)) for i in range(8)]
+        together(*(s.attack for s in strangers))
         steps = text_of(logs / "process-1.log").count("step")
         wait_for(lambda: text_of(logs / "process-1.log").count("step") > steps + 5)
         more = {p: memory(p, "VmHWM") - before[p] for p in processes}
         (tmp_path / "stop").touch()
         (code, _, err), other = tasks.ends()
-        strangers.close()
+        for s in strangers:
+            s.close()
     assert (code, other) == (0, (0, "", "")), err
     assert max(more.values()) < 50, more
     assert "Traceback" not in err + text_of(logs / "process-0.log") + text_of(logs / "process-1.log")

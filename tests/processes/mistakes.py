@@ -1,6 +1,6 @@
 """A script in which one process makes a mistake: `python -m shardc run ... mistakes.py MISTAKE WHEN SHAPE FILE`.
 
-Each round makes a step, reads its loss, and evaluates. The mistake is made in the first round, in which all is
+Each round makes three steps, reads their losses, and evaluates. The mistake is made in the first round, in which all is
 compiled, or in a later one. Its time is written to FILE.
 """
 
@@ -51,16 +51,13 @@ def one_round(mistake):
     if mistake and ME == 1:
         Path(FILE).write_text(str(time.time()))
     mistake = mistake if ME == 1 or mistake == "alone" else ""
-    if mistake == "end":
-        sys.exit()
     if mistake == "order":
         print(float(evaluate(w, x)))
-    if mistake != "missing":
-        w, loss = train(w, x + (mistake == "other data"))
+    for _ in range(3 + (mistake == "additional") - (mistake == "missing")):
+        w, loss = train(w, x + 1 if mistake == "other data" else x)
         float(loss)
-    if mistake == "additional":
-        w, loss = train(w, x)
-        float(loss)
+        if mistake == "end":
+            sys.exit()
     if mistake != "order" and (mistake != "alone" or ME == 0):
         float(evaluate(w, x))
 

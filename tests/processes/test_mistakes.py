@@ -21,7 +21,7 @@ SAYS = {
     "missing": CALL,
     "additional": CALL,
     "alone": CALL,
-    "end": r"process 1's script has ended; process 0 waits for it at train, (first call|call \d|compiled)",
+    "end": r"process 1's script has ended; process 0 waits for it at train, (first call|call \d+|compiled)",
     "other data": r"train, (first call|call \d+): the processes of this run differ in\n.*the value of x: process 0: ",
 }
 

@@ -14,6 +14,7 @@ from shardc.runtime import connection as connection_module
 from shardc.runtime import wire
 from shardc.runtime.cluster import Cluster, RunConfig, members_text, refuse_unlike
 from shardc.runtime.connection import Frame, FrameKind
+from shardc.runtime.gathering import Gathering, Repeats
 from shardc.runtime.link import Link
 from tests.runtime.codec import allocate
 from tests.runtime.launcher import SECRET, Run, hear_until, member
@@ -400,6 +401,48 @@ def test_calls_that_differ_are_an_error_of_who_waits_for_a_third(a_run):
     with pytest.raises(DisagreementError, match="the call: process 0: a; process 1: b"):
         within(5, b.finish_gather, call)
     assert not b._gathering and a.error_within(1.0) is not None
+
+
+def repeats_of(cluster, text):
+    """Calls of a cluster that repeat one which was gathered."""
+    call = cluster.begin_gather("calls", text, range(cluster.processes), "at x", unlike)
+    return Repeats("calls", call.key[1], lambda number: Gathering(
+        ("calls", number), range(cluster.processes), cluster.me, f"{text} {number}", f"at {text} {number}", unlike
+    ))  # fmt: skip
+
+
+@pytest.mark.parametrize("first", ["repeats", "gathers"])
+def test_a_call_that_only_one_repeats(a_run, first):
+    """It is gathered after all, by both: who has launched it knows, and who comes later does not repeat."""
+    a, b = a_run().all(deadline=60.0)
+    together(lambda: a.link(1), lambda: b.link(0))
+    sent, send = [], a.link(1).send
+    a.link(1).send = lambda frame: (sent.append(frame.kind), send(frame))
+    calls = repeats_of(a, "a"), repeats_of(b, "a")
+    before = sent.count(FrameKind.MESSAGE)
+    assert all(c.repeat(r) for c, r in zip((a, b), calls, strict=True) for _ in range(5))
+    assert sent.count(FrameKind.MESSAGE) == before
+    if first == "repeats":
+        assert a.repeat(calls[0]) and a.repeat(calls[0])
+    other = b.begin_gather("calls", "b", range(2), "at b", unlike)
+    if first == "repeats":
+        until(lambda: a.error_within(0.0) and b.error_of([other]))
+        assert "process 0: a 6; process 1: b" in str(a.error_within(0.0))
+    else:
+        until(lambda: a._early)
+        assert not a.repeat(calls[0])
+
+
+def test_a_repeated_call_that_others_never_make(a_run):
+    run = a_run()
+    a, b = run.all(deadline=60.0)
+    together(lambda: a.link(1), lambda: b.link(0))
+    calls, _ = repeats_of(a, "a"), repeats_of(b, "a")
+    assert a.repeat(calls)
+    run.end(1)
+    until(lambda: a.error_within(0.0))
+    assert "process 1's script has ended; process 0 waits for it at a 1." in str(a.error_within(0.0))
+    assert not a.repeat(calls)
 
 
 @pytest.mark.parametrize("late", [0, 3, 4])

@@ -296,6 +296,7 @@ def test_a_text_that_is_too_long_is_an_error_of_its_sender(connect, monkeypatch)
     with pytest.raises(ClusterError, match=r"a text of 10\d\d bytes is too long to be sent: at most 1000\."):
         a.set("key", "x" * 1000)
     a.set("key", "x" * 900)
+    a.ask("key")
     until(lambda: a.texts)
 
 
@@ -306,13 +307,16 @@ def test_a_second_connection_of_a_process_is_dropped(server, connect, log_lines)
     assert gone.get(timeout=5) == {"event": "gone"}
     assert log_lines() == [f"{server.address}: dropped a second connection of process 1"]
     a.set("key", "text")
+    a.ask("key")
     until(lambda: a.texts)
     server.drop(1)
     server.ended.clear()
     third = connect(1)
+    third.ask("key")
     until(lambda: third.texts == {"key": "text"} and not second.texts)
     server._clients[1].seen -= 10  # the network broke: it has not said a word since
     fourth = connect(1)
+    fourth.ask("key")
     until(lambda: fourth.texts and server.ended == [1])
 
 

@@ -245,7 +245,7 @@ def answers(address, answer):
 def test_who_answers_is_no_process_of_shardc(tmp_path, transport):
     address, thread = answers(
         f"unix:{tmp_path / 'x'}" if transport == "unix" else "127.0.0.1:0",
-        lambda sock: sock.sendall(b"SSH-2.0-OpenSSH_9.9" + bytes(100)),
+        lambda sock: (sock.sendall(b"SSH-2.0-OpenSSH_9.9" + bytes(100)), sock.recv(1000)),
     )
     with pytest.raises(ClusterError, match="no process of shardc, or of another version"):
         dial(address)
