@@ -64,6 +64,19 @@ def test_a_break_of_three_seconds_costs_three_seconds(tmp_path, losses):
         ends_well(h, run, losses)
 
 
+def test_a_host_that_is_paused_for_three_seconds_costs_three_seconds(tmp_path, losses):
+    with hosts(2, tmp_path) as h:
+        run = start(h)
+        wait_for(lambda: len(lines(h)) > 5, 60)
+        with h.paused(1):
+            time.sleep(0.5)
+            before = len(lines(h))
+            time.sleep(2.5)
+            assert len(lines(h)) == before, "the host is not paused"
+        wait_for(lambda: len(lines(h)) > before + 1, 3)
+        ends_well(h, run, losses)
+
+
 def test_a_network_that_delays_and_loses(tmp_path, losses):
     with hosts(2, tmp_path) as h:
         h.network.delay, h.network.loss = 0.05, 0.01
