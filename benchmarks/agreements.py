@@ -30,12 +30,12 @@ from typing import Any
 
 from shardc.checkpoint.process_group import Group
 from shardc.errors import PeerLostError
-from shardc.runtime import connection
 from shardc.runtime.cluster import Cluster, RunConfig
-from shardc.runtime.connection import Connection, Frame, FrameKind
-from shardc.runtime.link import Link
 from shardc.runtime.store import StoreServer
-from shardc.runtime.wire import new_secret
+from shardc.runtime.transport import connection
+from shardc.runtime.transport.connection import Connection, Frame, FrameKind
+from shardc.runtime.transport.link import Link
+from shardc.runtime.transport.wire import new_secret
 
 AGREEMENTS = 20
 PHASES = ("start", "agree", "save", "last", "restart")

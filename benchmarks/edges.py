@@ -37,11 +37,11 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from shardc.runtime import wire
 from shardc.runtime.actor import Channel, Network, Step
 from shardc.runtime.distributed_network import DistributedNetwork
 from shardc.runtime.executor import Executor, ProcessShare, Task
-from shardc.runtime.link import Link, Packed
+from shardc.runtime.transport import wire
+from shardc.runtime.transport.link import Link, Packed
 
 SECRET = b"edges"
 HEAD = struct.Struct("!q")

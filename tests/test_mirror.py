@@ -34,7 +34,7 @@ COVERED: Final[Mapping[str, str]] = {
     "execute/stage_edges.py": "pipeline/test_results.py",
     "execute/stage_io.py": "pipeline/test_results.py",
     "passes/lower/lower.py": "whole/test_parity.py",
-    "runtime/connection.py": "runtime/test_link.py",
+    "runtime/transport/connection.py": "runtime/transport/test_link.py",
     "runtime/worker.py": "runtime/test_executor.py",
     # data that others make and read
     "ir/box.py": "passes/place/test_insert_boxing.py",

@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from shardc.machine.devices import process_of
-from shardc.runtime.link import Packed
+from shardc.runtime.transport.link import Packed
 
 Index: TypeAlias = tuple[tuple[int, int], ...]
 """A piece: in each dimension the first element and the one behind the last."""

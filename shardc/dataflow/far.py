@@ -30,7 +30,7 @@ from shardc.machine.devices import processes_of
 from shardc.runtime.cluster import Cluster, current
 from shardc.runtime.distributed_network import DistributedNetwork
 from shardc.runtime.executor import Executor, ProcessShare
-from shardc.runtime.link import Packed
+from shardc.runtime.transport.link import Packed
 from shardc.sbp.signature import is_extended
 
 

@@ -34,8 +34,8 @@ from shardc.runtime.actor import Network
 from shardc.runtime.cluster import Cluster, current
 from shardc.runtime.distributed_network import DistributedNetwork, Expected
 from shardc.runtime.executor import Executor, ProcessShare
-from shardc.runtime.link import Packed
 from shardc.runtime.stalls import Stall
+from shardc.runtime.transport.link import Packed
 from shardc.sbp.signature import is_extended
 
 _LOOK: Final = 1.0

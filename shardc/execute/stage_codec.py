@@ -19,7 +19,7 @@ from shardc import compat
 from shardc.arrays.pieces import on_host, pack, piece_numbers, pieces_of_process, put_together, words
 from shardc.execute.stage_io import StageArray
 from shardc.machine.devices import me, process_of
-from shardc.runtime.link import Packed
+from shardc.runtime.transport.link import Packed
 from shardc.sbp.layout import physical_shape, to_logical
 from shardc.sbp.signature import is_extended
 

@@ -25,8 +25,8 @@ from shardc.launch.options import RunOptions
 from shardc.launch.output import Screen
 from shardc.launch.supervisor import GRACE, INTERRUPTED, Event
 from shardc.runtime.cluster import processes_text
-from shardc.runtime.connection import BEAT
 from shardc.runtime.store import Store, StoreServer
+from shardc.runtime.transport.connection import BEAT
 
 _REFUSALS: Final = 3
 """Refused connections in a row after which the supervisor counts as ended: its host answers, and nobody listens."""

@@ -11,9 +11,9 @@ import jax
 
 from shardc.errors import ClusterError
 from shardc.launch.job import Job
-from shardc.runtime import tls
 from shardc.runtime.cluster import Cluster
-from shardc.runtime.wire import is_unix
+from shardc.runtime.transport import tls
+from shardc.runtime.transport.wire import is_unix
 
 _LOOPBACK: Final = "127.0.0.1"
 _DIRECT: Final = "no_grpc_proxy"

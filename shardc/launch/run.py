@@ -7,11 +7,11 @@ from typing import Final
 
 from shardc.compat import detect_process
 from shardc.errors import ClusterError
-from shardc.launch.hosts import run_on_hosts
-from shardc.launch.on_ray import run_on_ray
-from shardc.launch.on_this_machine import run_on_this_machine
+from shardc.launch.backends.hosts import run_on_hosts
+from shardc.launch.backends.on_ray import run_on_ray
+from shardc.launch.backends.on_this_machine import run_on_this_machine
+from shardc.launch.backends.under_a_cluster import run_under_a_cluster
 from shardc.launch.options import read_options
-from shardc.launch.under_a_cluster import run_under_a_cluster
 
 _PROG: Final = "python -m shardc run"
 

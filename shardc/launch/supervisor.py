@@ -30,8 +30,8 @@ from shardc.launch.local_process import ProcessHandle
 from shardc.launch.output import Screen
 from shardc.launch.status_line import status_text
 from shardc.runtime.cluster import RunConfig
-from shardc.runtime.connection import BEAT
 from shardc.runtime.store import StoreServer
+from shardc.runtime.transport.connection import BEAT
 
 GRACE: Final = 3.0
 """Seconds that processes have to end by themselves after one has failed."""

@@ -20,11 +20,11 @@ from functools import partial
 from typing import Any, Final
 
 from shardc.errors import ClusterError, DisagreementError, PeerLostError, all_offenders
-from shardc.runtime.connection import Allocate, Frame, FrameKind
 from shardc.runtime.gathering import Gathering, Repeats, Verdict
-from shardc.runtime.link import Link
 from shardc.runtime.store import Event, Store
-from shardc.runtime.wire import Hello, Listener, dial, listen
+from shardc.runtime.transport.connection import Allocate, Frame, FrameKind
+from shardc.runtime.transport.link import Link
+from shardc.runtime.transport.wire import Hello, Listener, dial, listen
 
 _log: Final = logging.getLogger("shardc")
 _UNKNOWN: Final = 5.0

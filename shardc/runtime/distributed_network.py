@@ -19,9 +19,9 @@ from weakref import WeakValueDictionary
 from shardc.errors import ClusterError, PeerLostError, PipelineError, all_offenders
 from shardc.runtime.actor import Message, Network
 from shardc.runtime.cluster import processes_text
-from shardc.runtime.connection import Frame, FrameKind
-from shardc.runtime.link import Link, Packed
 from shardc.runtime.mailbox import ALL_RUNS, Mailbox, Port, stop_all
+from shardc.runtime.transport.connection import Frame, FrameKind
+from shardc.runtime.transport.link import Link, Packed
 
 
 class Codec(Protocol):

@@ -19,8 +19,8 @@ from time import monotonic
 from typing import Any, Final, TypeAlias
 
 from shardc.errors import ClusterError
-from shardc.runtime.connection import BEAT, Connection, Frame, FrameKind
-from shardc.runtime.wire import Hello, Listener, dial, listen
+from shardc.runtime.transport.connection import BEAT, Connection, Frame, FrameKind
+from shardc.runtime.transport.wire import Hello, Listener, dial, listen
 
 _log: Final = logging.getLogger("shardc")
 

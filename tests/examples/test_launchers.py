@@ -7,8 +7,8 @@ import subprocess
 
 import pytest
 
+from tests.launch.backends.test_under_a_cluster import Tasks, ompi, slurm
 from tests.launch.launching import command, environment, started
-from tests.launch.test_under_a_cluster import Tasks, ompi, slurm
 
 SCRIPT = "import sys\nfrom examples.train import main\nsys.exit(main())\n"
 MODES = {

@@ -8,7 +8,7 @@ from pathlib import Path
 from shardc.errors import ClusterError
 from shardc.launch import prepare
 from shardc.launch.prepare import free_port, go_around_proxies, host_of
-from shardc.runtime import tls
+from shardc.runtime.transport import tls
 
 
 def test_hosts():

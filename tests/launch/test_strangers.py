@@ -18,9 +18,9 @@ import jax
 import pytest
 
 from shardc.errors import ClusterError
-from shardc.runtime import wire
+from shardc.runtime.transport import wire
+from tests.launch.backends.test_under_a_cluster import Tasks, slurm
 from tests.launch.launching import environment, named, script, text_of, wait_for
-from tests.launch.test_under_a_cluster import Tasks, slurm
 from tests.runtime.peers import together
 
 SECONDS = 5.0

@@ -4,9 +4,9 @@ import time
 
 import pytest
 
-from shardc.runtime import wire
 from shardc.runtime.cluster import Cluster, RunConfig
 from shardc.runtime.store import StoreServer
+from shardc.runtime.transport import wire
 from tests.runtime.codec import allocate
 from tests.runtime.peers import together, until
 

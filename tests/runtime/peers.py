@@ -12,7 +12,7 @@ import pytest
 from shardc.errors import ShardcError
 from shardc.runtime.distributed_network import DistributedNetwork
 from shardc.runtime.executor import Executor, ProcessShare
-from shardc.runtime.link import Link
+from shardc.runtime.transport.link import Link
 from tests.runtime.codec import Codec, allocate
 from tests.runtime.watchdog import actor_threads
 

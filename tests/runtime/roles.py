@@ -17,9 +17,9 @@ from shardc.runtime.actor import Channel, Network, Step
 from shardc.runtime.cluster import Cluster, RunConfig
 from shardc.runtime.distributed_network import DistributedNetwork
 from shardc.runtime.executor import Executor, ProcessShare, Task
-from shardc.runtime.link import Link
 from shardc.runtime.store import Store, StoreServer
-from shardc.runtime.wire import Hello, dial
+from shardc.runtime.transport.link import Link
+from shardc.runtime.transport.wire import Hello, dial
 from tests.runtime.codec import Codec, allocate
 from tests.runtime.fuzzing import FuzzSide, case_of
 from tests.runtime.peers import others

@@ -10,12 +10,12 @@ import pytest
 
 from shardc.errors import ClusterError, DisagreementError, PeerLostError
 from shardc.runtime import cluster as cluster_module
-from shardc.runtime import connection as connection_module
-from shardc.runtime import wire
 from shardc.runtime.cluster import Cluster, RunConfig, members_text, refuse_unlike
-from shardc.runtime.connection import Frame, FrameKind
 from shardc.runtime.gathering import Gathering, Repeats
-from shardc.runtime.link import Link
+from shardc.runtime.transport import connection as connection_module
+from shardc.runtime.transport import wire
+from shardc.runtime.transport.connection import Frame, FrameKind
+from shardc.runtime.transport.link import Link
 from tests.runtime.codec import allocate
 from tests.runtime.launcher import SECRET, Run, hear_until, member
 from tests.runtime.peers import others, together, until

@@ -10,8 +10,8 @@ import pytest
 
 from shardc.errors import ClusterError, PeerLostError, PipelineError, PipelineTaskError, ShardcError
 from shardc.runtime.actor import Channel, Network, Step
-from shardc.runtime.connection import Frame, FrameKind
 from shardc.runtime.executor import RoundsEnded, Task
+from shardc.runtime.transport.connection import Frame, FrameKind
 from tests.runtime.codec import Codec
 from tests.runtime.peers import Side, link_pair, links_of, sides_of, together, until
 from tests.runtime.roles import chain

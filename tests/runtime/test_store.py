@@ -13,11 +13,11 @@ from queue import SimpleQueue
 import pytest
 
 from shardc.errors import ClusterError
-from shardc.runtime import connection as connection_module
 from shardc.runtime import store as store_module
-from shardc.runtime import wire
-from shardc.runtime.connection import Frame, FrameKind
 from shardc.runtime.store import Store, StoreServer
+from shardc.runtime.transport import connection as connection_module
+from shardc.runtime.transport import wire
+from shardc.runtime.transport.connection import Frame, FrameKind
 from tests.runtime.peers import together, until
 from tests.runtime.processes import children
 from tests.runtime.watchdog import within

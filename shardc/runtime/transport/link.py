@@ -17,7 +17,7 @@ from time import perf_counter
 from typing import Protocol, TypeAlias
 
 from shardc.errors import ClusterError, PeerLostError
-from shardc.runtime.connection import Allocate, Connection, Frame, FrameKind, join
+from shardc.runtime.transport.connection import Allocate, Connection, Frame, FrameKind, join
 
 Packed: TypeAlias = tuple[bytes, Sequence[memoryview]]
 """A description of a value, and the buffers that hold it."""

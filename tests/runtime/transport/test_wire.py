@@ -10,8 +10,8 @@ from queue import SimpleQueue
 import pytest
 
 from shardc.errors import ClusterError
-from shardc.runtime import wire
-from shardc.runtime.tls import TlsSocket
+from shardc.runtime.transport import wire
+from shardc.runtime.transport.tls import TlsSocket
 from tests.runtime.peers import until
 from tests.runtime.watchdog import within
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from shardc.launch import by_ssh as module
+from shardc.launch.backends import by_ssh as module
+from tests.launch.backends.test_on_this_machine import PSUM, RESTARTED
 from tests.launch.launching import command, environment, named, script, started, text_of, wait_for
-from tests.launch.test_on_this_machine import PSUM, RESTARTED
 
 SSH = """\
 #!/bin/sh
@@ -19,13 +19,15 @@ echo "$@" >> {folder}/commands
 case $host in
     denied) echo "banner\nuser@denied: Permission denied (publickey)." >&2; exit 255 ;;
     bare) command=$(echo "$command" | sed 's# [^ ]*python[^ ]* # /nowhere/python #') ;;
-    strange) command=$(echo "$command" | sed 's#-m shardc.launch.by_ssh#-m no_such_package.hosts#') ;;
+    strange) command=$(echo "$command" | sed 's#-m shardc.launch.backends.by_ssh#-m no_such_package.hosts#') ;;
     elsewhere) command="cd /nowhere && true" ;;
-    old) command=$(echo "$command" | sed 's#-m shardc.launch.by_ssh#{folder}/old.py#') ;;
+    old) command=$(echo "$command" | sed 's#-m shardc.launch.backends.by_ssh#{folder}/old.py#') ;;
 esac
 exec env -i HOME={folder}/$host PATH=/usr/bin:/bin SSH_TTY=$host sh -c "$command"
 """
-OLD = "import shardc.versions\nshardc.versions.VERSION = '0.0.9'\nfrom shardc.launch.by_ssh import main\nmain()"
+OLD = (
+    "import shardc.versions\nshardc.versions.VERSION = '0.0.9'\nfrom shardc.launch.backends.by_ssh import main\nmain()"
+)
 SHOW = "print(c.gather('all', os.environ['SSH_TTY'] + os.environ.get('COLOUR', '-')), sys.argv[1:])"
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from shardc.errors import ClusterError, PeerLostError
-from shardc.runtime import tls, wire
+from shardc.runtime.transport import tls, wire
 from tests.runtime.peers import link_pair, until
 from tests.runtime.watchdog import within
 

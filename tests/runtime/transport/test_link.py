@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 from shardc.errors import ClusterError, PeerLostError
-from shardc.runtime import link as link_module
-from shardc.runtime import wire
-from shardc.runtime.connection import Frame, FrameKind
-from shardc.runtime.link import Link
+from shardc.runtime.transport import link as link_module
+from shardc.runtime.transport import wire
+from shardc.runtime.transport.connection import Frame, FrameKind
+from shardc.runtime.transport.link import Link
 from tests.runtime.codec import allocate
 from tests.runtime.peers import link_pair, together, until
 from tests.runtime.processes import children

@@ -2,7 +2,7 @@
 
     this machine: store, Supervisor
        |-- LocalProcess                            if a host names this machine
-       '-- ssh b python -m shardc.launch.by_ssh    an agent (`agent.py`) for each process of another host
+       '-- ssh b python -m shardc.launch.backends.by_ssh    an agent (`agent.py`) for each process of another host
 
 An agent reads its post, with the secret, from its standard input: the secret never stands on a command line.
 """
@@ -29,13 +29,13 @@ import jax
 
 from shardc.errors import ClusterError, all_offenders
 from shardc.launch.agent import Agents, Post, RemoteProcess, serve
+from shardc.launch.backends.on_this_machine import interrupts_to, is_interrupted, preparing, private_directory
+from shardc.launch.backends.under_a_cluster import interface_address, supervise
 from shardc.launch.job import Script
-from shardc.launch.on_this_machine import interrupts_to, is_interrupted, preparing, private_directory
 from shardc.launch.options import RunOptions
 from shardc.launch.output import Screen
 from shardc.launch.supervisor import GRACE, INTERRUPTED, Event
-from shardc.launch.under_a_cluster import interface_address, supervise
-from shardc.runtime.wire import new_secret
+from shardc.runtime.transport.wire import new_secret
 from shardc.versions import VERSION
 
 _LOOPBACK: Final = "127.0.0.1"
@@ -65,7 +65,12 @@ class _Ssh:
 
     def __init__(self, host: str, post: str) -> None:
         path = os.environ.get("PYTHONPATH")
-        words = [*(["env", f"PYTHONPATH={path}"] if path else []), sys.executable, "-m", "shardc.launch.by_ssh"]
+        words = [
+            *(["env", f"PYTHONPATH={path}"] if path else []),
+            sys.executable,
+            "-m",
+            "shardc.launch.backends.by_ssh",
+        ]
         self.host, self.failure = host, ""
         self._popen = subprocess.Popen(
             ["ssh", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={_CONNECT_SECONDS}",

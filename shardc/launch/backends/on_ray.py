@@ -15,12 +15,12 @@ from typing import Any, Final
 
 from shardc.errors import ClusterError
 from shardc.launch.agent import Agents, Post, RemoteProcess, serve
-from shardc.launch.on_this_machine import interrupts_to
+from shardc.launch.backends.on_this_machine import interrupts_to
+from shardc.launch.backends.under_a_cluster import interface_address
 from shardc.launch.options import RunOptions
 from shardc.launch.output import Screen
 from shardc.launch.supervisor import INTERRUPTED, Event, Supervisor
-from shardc.launch.under_a_cluster import interface_address
-from shardc.runtime.wire import new_secret
+from shardc.runtime.transport.wire import new_secret
 
 _LOOPBACK: Final = "127.0.0.1"
 

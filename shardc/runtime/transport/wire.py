@@ -27,8 +27,8 @@ from time import monotonic, sleep
 from typing import Any, Final, NamedTuple
 
 from shardc.errors import ClusterError
-from shardc.runtime import tls
-from shardc.runtime.tls import TlsSocket
+from shardc.runtime.transport import tls
+from shardc.runtime.transport.tls import TlsSocket
 
 _READY: Final = b"shardc 2"
 _HELLO: Final = struct.Struct("!8sqq")

@@ -11,10 +11,16 @@ from jax._src.clusters import ClusterEnv
 
 from shardc.compat import DetectedProcess, detect_process
 from shardc.errors import ClusterError
+from shardc.launch.backends.under_a_cluster import (
+    default_secret,
+    interface_address,
+    job_name,
+    read_secret,
+    wait_for_secret,
+)
 from shardc.launch.prepare import free_port
-from shardc.launch.under_a_cluster import default_secret, interface_address, job_name, read_secret, wait_for_secret
+from tests.launch.backends.test_on_this_machine import PSUM, RESTARTED
 from tests.launch.launching import command, environment, script, started, text_of, wait_for
-from tests.launch.test_on_this_machine import PSUM, RESTARTED
 
 SLURM = {"SLURM_JOB_ID": "4711", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "localhost"}
 OMPI = {"OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://127.0.0.1,10.0.0.1:34911", "OMPI_VERSION": "4.1.6"}

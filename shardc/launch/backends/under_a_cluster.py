@@ -23,13 +23,13 @@ from typing import Final
 from shardc.compat import DetectedProcess
 from shardc.errors import ClusterError
 from shardc.launch.agent import Agents, Post, RemoteProcess, host_id, serve
+from shardc.launch.backends.on_this_machine import interrupts_to
 from shardc.launch.job import Job
 from shardc.launch.local_process import LocalProcess
-from shardc.launch.on_this_machine import interrupts_to
 from shardc.launch.options import RunOptions
 from shardc.launch.output import Screen
 from shardc.launch.supervisor import INTERRUPTED, Event, Supervisor
-from shardc.runtime.wire import new_secret, write_secret
+from shardc.runtime.transport.wire import new_secret, write_secret
 
 _LOOPBACK: Final = "127.0.0.1"
 _GET_ADDRESS: Final = 0x8915  # SIOCGIFADDR of Linux

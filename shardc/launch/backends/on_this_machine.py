@@ -18,7 +18,7 @@ from shardc.launch.options import RunOptions
 from shardc.launch.output import Screen
 from shardc.launch.supervisor import Event, Supervisor
 from shardc.runtime.store import StoreServer
-from shardc.runtime.wire import new_secret
+from shardc.runtime.transport.wire import new_secret
 
 _LONGEST: Final = 80
 """The longest path of a directory for UNIX sockets: an address has at most 107 bytes."""

@@ -8,8 +8,8 @@ from contextlib import ExitStack
 import pytest
 
 from shardc.launch.prepare import free_port
+from tests.launch.backends.test_by_ssh import SHOW, ends
 from tests.launch.launching import command, environment, script, started, text_of, wait_for
-from tests.launch.test_by_ssh import SHOW, ends
 from tests.launch.test_options import refused
 
 

@@ -24,14 +24,14 @@ from typing import Final
 
 from shardc.errors import ClusterError, all_offenders
 from shardc.launch.agent import Agents, Post, RemoteProcess, serve
-from shardc.launch.by_ssh import run_by_ssh
+from shardc.launch.backends.by_ssh import run_by_ssh
+from shardc.launch.backends.on_this_machine import interrupts_to, is_interrupted, preparing, private_directory
+from shardc.launch.backends.under_a_cluster import interface_address, read_secret, supervise
 from shardc.launch.job import Job
-from shardc.launch.on_this_machine import interrupts_to, is_interrupted, preparing, private_directory
 from shardc.launch.options import RunOptions
 from shardc.launch.output import Screen
 from shardc.launch.supervisor import GRACE, INTERRUPTED, Event
-from shardc.launch.under_a_cluster import interface_address, read_secret, supervise
-from shardc.runtime.wire import write_secret
+from shardc.runtime.transport.wire import write_secret
 
 _HINT_SECONDS: Final = 3.0
 """Seconds that a launcher waits for other hosts before it says what to do there."""

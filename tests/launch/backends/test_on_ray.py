@@ -5,8 +5,8 @@ import os
 
 import pytest
 
+from tests.launch.backends.test_on_this_machine import PSUM
 from tests.launch.launching import command, environment, script, started
-from tests.launch.test_on_this_machine import PSUM
 
 needs_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
 pytestmark = needs_ray
