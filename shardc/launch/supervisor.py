@@ -526,7 +526,7 @@ class Supervisor:
         chosen = self._chosen()
         ends = self._over_at is not None or self._leaving or any(m.ended is not None for m in self._members)
         if self._newcomers and not ends and len(chosen) > len(self._members):
-            self._screen.say(f"the run goes on with {_count(len(chosen))} from the checkpoint of step {self._saved}")
+            self._screen.say(f"the run goes on with {_count(len(chosen))} from its last checkpoint")
             self._regroup(chosen)
 
     # -- the end

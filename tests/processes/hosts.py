@@ -37,10 +37,14 @@ def why_not() -> str:
     if os.geteuid():
         return "needs root"
     try:
-        made = subprocess.run(["unshare", "-n", "-u", "ip", "link"], capture_output=True, check=False)
+        made = subprocess.run(
+            ["unshare", "-m", "-n", "-u", "mount", "--bind", "/etc/hosts", "/etc/hosts"],
+            capture_output=True,
+            check=False,
+        )
         os.close(_tap("shardc-probe"))
     except OSError as error:
-        return f"needs unshare, ip and /dev/net/tun: {error}"
+        return f"needs unshare, ip, mount and /dev/net/tun: {error}"
     return "" if made.returncode == 0 else f"needs network namespaces: {made.stderr.decode().strip()}"
 
 
@@ -112,10 +116,11 @@ class Network(threading.Thread):
 class Host:
     """A host: a namespace with a name and an address."""
 
-    def __init__(self, name: str, address: str, tap: str, stack: ExitStack) -> None:
-        self.name, self.address = name, address
+    def __init__(self, name: str, address: str, tap: str, folder: Path, stack: ExitStack) -> None:
+        self.name, self.address, self._folder = name, address, folder
+        known = f"mount --bind {folder}/hosts /etc/hosts"  # Gloo listens at the address of the host's name
         init = subprocess.Popen(
-            ["unshare", "-n", "-u", "sh", "-c", f"hostname {name} && echo ready && exec cat"],
+            ["unshare", "-m", "-n", "-u", "sh", "-c", f"{known} && hostname {name} && echo ready && exec cat"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         )  # fmt: skip
         stack.callback(_end, init)
@@ -130,7 +135,8 @@ class Host:
 
     def words(self, *words: Any) -> list[str]:
         """The command line that runs these words on this host."""
-        return ["nsenter", "-t", str(self.init), "-n", "-u", *map(str, words)]
+        enter = ["nsenter", "-t", str(self.init), "-m", "-n", "-u", "sh", "-c", 'cd "$0" && exec "$@"']
+        return [*enter, str(self._folder), *map(str, words)]
 
     def call(self, *words: Any) -> None:
         subprocess.run(self.words(*words), check=True, capture_output=True)
@@ -164,11 +170,13 @@ class Hosts:
         self.folder = folder
         number, taps = next(_numbers) % 250, []
         self.all: list[Host] = []
+        known = [f"10.77.{number}.{i + 1} host{i}\n" for i in range(count)]
+        (folder / "hosts").write_text("".join(["127.0.0.1 localhost\n", *known]))
         for i in range(count):
             name = f"sh{number}-{i}"
             taps.append(_tap(name))
             stack.callback(os.close, taps[-1])
-            self.all.append(Host(f"host{i}", f"10.77.{number}.{i + 1}", name, stack))
+            self.all.append(Host(f"host{i}", f"10.77.{number}.{i + 1}", name, folder, stack))
         self.network = Network(taps)
         self.network.start()
         stack.callback(self.network.close)
@@ -192,7 +200,7 @@ class Hosts:
             CASES
                 *) echo "ssh: Could not resolve hostname $host: Name or service not known" >&2; exit 255 ;;
             esac
-            exec nsenter -t $pid -n -u env -i HOME="$HOME" PATH="$PATH" sh -c "$command"
+            exec nsenter -t $pid -m -n -u env -i HOME="$HOME" PATH="$PATH" sh -c "$command"
             """).replace("CASES", cases)
         )
         path.chmod(0o755)
