@@ -15,7 +15,7 @@ from shardc.checkpoint.manifest import VALUES, RowBlock, StoredLeaf
 from shardc.errors import CheckpointError, all_offenders
 from shardc.machine.devices import processes_of
 from shardc.passes.trace.trace import leaves_by_path, path_text
-from shardc.runtime.cluster import processes_text
+from shardc.runtime.calls import processes_text
 from shardc.sbp.layout import bits_of
 
 ARRAYS: Final = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)

@@ -19,7 +19,7 @@ from shardc.execute.process_group import ProcessGroup, environment, given_whole,
 from shardc.machine.devices import processes_of
 from shardc.pipeline.options import PipelineRequest
 from shardc.plan.plan import PlacedProgram
-from shardc.runtime.cluster import processes_text
+from shardc.runtime.calls import processes_text
 
 if TYPE_CHECKING:
     from shardc.pipeline.plan import MpmdPlan

@@ -27,7 +27,8 @@ from shardc.errors import ClusterError, DisagreementError
 from shardc.machine.devices import is_far
 from shardc.passes.trace.trace import is_number, settings
 from shardc.runtime import cluster as clusters
-from shardc.runtime.cluster import Cluster, call_text, calls_of, refuse_other_calls, refuse_unlike
+from shardc.runtime.calls import call_text, calls_of, refuse_other_calls, refuse_unlike
+from shardc.runtime.cluster import Cluster
 from shardc.runtime.gathering import Gathering, Repeats
 from shardc.versions import VERSION
 

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from shardc.errors import MeshError, all_offenders
 from shardc.execute.executable import other_runtimes_text
 from shardc.machine.devices import me, processes_of, runtimes_of
-from shardc.runtime.cluster import processes_text
+from shardc.runtime.calls import processes_text
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from shardc.launch.local_process import LocalProcess
 from shardc.launch.options import RunOptions
 from shardc.launch.output import Screen
 from shardc.launch.supervisor import GRACE, INTERRUPTED, Event
-from shardc.runtime.cluster import processes_text
+from shardc.runtime.calls import processes_text
 from shardc.runtime.store import Store, StoreServer
 from shardc.runtime.transport.connection import BEAT
 

@@ -16,7 +16,7 @@ from shardc.pipeline.schedule.action import Action
 from shardc.pipeline.schedule.simulate import Timeline
 from shardc.report.tables import number_text, seconds_text
 from shardc.runtime.actor import Network, Span
-from shardc.runtime.cluster import processes_text
+from shardc.runtime.calls import processes_text
 
 KINDS: Final[Mapping[str, str]] = {
     "F": "forward",

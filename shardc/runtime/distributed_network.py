@@ -18,7 +18,7 @@ from weakref import WeakValueDictionary
 
 from shardc.errors import ClusterError, PeerLostError, PipelineError, all_offenders
 from shardc.runtime.actor import Message, Network
-from shardc.runtime.cluster import processes_text
+from shardc.runtime.calls import processes_text
 from shardc.runtime.mailbox import ALL_RUNS, Mailbox, Port, stop_all
 from shardc.runtime.transport.connection import Frame, FrameKind
 from shardc.runtime.transport.link import Link, Packed

@@ -7,7 +7,7 @@ from typing import Final
 
 from shardc.errors import ClusterError, PeerLostError
 from shardc.runtime import cluster as clusters
-from shardc.runtime.cluster import processes_text
+from shardc.runtime.calls import processes_text
 
 _LOOK: Final = 1.0
 """Seconds after which a process that waits for a ticket looks whether process 0 still gives any."""

@@ -10,7 +10,8 @@ import pytest
 
 from shardc.errors import ClusterError, DisagreementError, PeerLostError
 from shardc.runtime import cluster as cluster_module
-from shardc.runtime.cluster import Cluster, RunConfig, members_text, refuse_unlike
+from shardc.runtime.calls import refuse_unlike
+from shardc.runtime.cluster import Cluster, RunConfig
 from shardc.runtime.gathering import Gathering, Repeats
 from shardc.runtime.transport import connection as connection_module
 from shardc.runtime.transport import wire
@@ -245,27 +246,6 @@ def test_gathers_of_another_kind_meet(a_run):
 
     together(lambda: go(a), lambda: go(b))
     assert errors == ["  the call: process 0: save; process 1: step 3"] * 2
-
-
-def test_processes_in_few_characters():
-    assert members_text([0, 1]) == "0,1" and members_text([0, 1, 2, 5, 7, 8, 9, 10]) == "0-2,5,7-10"
-
-
-def test_all_that_differs_is_in_one_error():
-    refuse_unlike("step", range(2), [{"plan": "1f", "jax": "0.12"}] * 2)
-    facts = [
-        {"plan": "1f", "jax": "0.12", "batch": "float32[8]"},
-        {"plan": "1f", "jax": "0.11", "batch": "float32[8]", "x64": "on"},
-        {"plan": "2e", "jax": "0.12", "batch": "float32[8]"},
-    ]
-    with pytest.raises(DisagreementError) as error:
-        refuse_unlike("train_step", range(3), facts)
-    assert str(error.value) == (
-        "train_step: the processes of this run differ in\n"
-        "  plan: processes 0, 1: 1f; process 2: 2e\n"
-        "  jax: processes 0, 2: 0.12; process 1: 0.11\n"
-        "  x64: processes 0, 2: nothing; process 1: on"
-    )
 
 
 def test_one_that_does_not_come(a_run):

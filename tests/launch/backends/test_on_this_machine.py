@@ -97,7 +97,7 @@ def test_exit_code_and_first_error_come_through(tmp_path, how, code, last, run):
 
 def test_an_error_of_all_is_shown_once(tmp_path, run):
     body = """
-    from shardc.runtime.cluster import refuse_unlike
+    from shardc.runtime.calls import refuse_unlike
     refuse_unlike('the step', [0, 1], [{'mesh': t} for t in c.gather('the step', str(c.me))])
     """
     path = script(tmp_path, body)
