@@ -83,17 +83,24 @@ def test_parse_bytes(text: str | int | float, amount: int) -> None:
     assert parse_bytes(text) == amount
 
 
+WRITE = "write shardc.make_mesh(data=4, model=2), or data=-1 for all devices that there are."
 NEEDS = "A mesh needs a positive number of devices for each axis, got"
 
 
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda: make_mesh(), f"{NEEDS} no axis; write shardc.make_mesh(data=4, model=2)."),
+        (lambda: make_mesh(), f"{NEEDS} no axis; {WRITE}"),
         (
             lambda: make_mesh(a=0, b=True, c=2, d=1.5),
-            f"{NEEDS} a=0, b=True, d=1.5; write shardc.make_mesh(data=4, model=2).",
+            f"{NEEDS} a=0, b=True, d=1.5; {WRITE}",
         ),
+        (
+            lambda: make_mesh(a=3, b=-1),
+            "The mesh a=3 x b=-1 cannot use all of 8 devices: the product of the other axes, 3, does not divide 8. Give "
+            "all sizes.",
+        ),
+        (lambda: make_mesh(a=-1, b=-1), f"{NEEDS} a=-1, b=-1; {WRITE}"),
         (
             lambda: make_mesh(a=4, b=4),
             "The mesh a=4 x b=4 needs 16 devices, this machine has 8 (cpu). Use a smaller mesh; for fake CPU devices "
@@ -309,3 +316,10 @@ def test_the_border_between_processes_is_a_slower_fabric() -> None:
     assert [(s.fabric.tier, s.count) for s in spans["model"]] == [(0, 2)]
     assert BETWEEN_PROCESSES.bandwidth < TOPOLOGIES["cpu"].fabrics[0].bandwidth
     assert view(mesh).topology == TOPOLOGIES["cpu"]
+
+
+def test_a_size_of_all_devices_that_there_are() -> None:
+    """So a script that goes on with fewer processes has the mesh of their size."""
+    assert dict(make_mesh(data=-1).shape) == {"data": 8}
+    assert dict(make_mesh(data=-1, model=2).shape) == {"data": 4, "model": 2}
+    assert dict(make_mesh(data=2, model=-1, topology="v5p:4x4x2").shape) == {"data": 2, "model": 16}

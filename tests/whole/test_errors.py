@@ -515,7 +515,7 @@ MESHES = {
     "no size": (
         {"data": 0, "model": "2"},
         "A mesh needs a positive number of devices for each axis, got data=0, model='2'; write "
-        "shardc.make_mesh(data=4, model=2).",
+        "shardc.make_mesh(data=4, model=2), or data=-1 for all devices that there are.",
     ),
     "no memory": (
         {"topology": "v5p", "data": 4, "hbm": "95 gigs"},
