@@ -97,8 +97,8 @@ NEEDS = "A mesh needs a positive number of devices for each axis, got"
         ),
         (
             lambda: make_mesh(a=3, b=-1),
-            "The mesh a=3 x b=-1 cannot use all of 8 devices: the product of the other axes, 3, does not divide 8. Give "
-            "all sizes.",
+            "The mesh a=3 x b=-1 cannot use all of 8 devices: the product of the other axes, 3, does not divide 8. "
+            "Give all sizes.",
         ),
         (lambda: make_mesh(a=-1, b=-1), f"{NEEDS} a=-1, b=-1; {WRITE}"),
         (
