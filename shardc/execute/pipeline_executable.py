@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from shardc import compat
 from shardc.arrays.far import Arrival, FarArray, is_far, is_small
+from shardc.arrays.gone import refuse_gone
 from shardc.compat import Var
 from shardc.errors import MeshError, PeerLostError, PipelineError, PipelineTaskError, ShardcError, all_offenders
 from shardc.execute.agreement import Agreement
@@ -298,6 +299,7 @@ class PipelineExecutable:
         """Run the plan.
 
         Raises:
+          GoneError: arguments were donated to an earlier call.
           PipelineTaskError: a task failed; all arguments are unchanged.
           StepFailedError: an update failed after donated buffers were taken.
         """
@@ -321,6 +323,8 @@ class PipelineExecutable:
         begin, run = perf_counter(), executor.runs + 1
         try:
             try:
+                named = zip(self.plan.program.in_paths, args, strict=False)
+                refuse_gone(f"{self.plan.program.name}: arguments that are gone", named)
                 self._enter(self._entry.take_apart(whole), run)
             except (TypeError, ValueError) as error:  # the cache would make the call again: in this process alone
                 if far is None or isinstance(error, ShardcError):
