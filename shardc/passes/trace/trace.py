@@ -17,6 +17,7 @@ import numpy as np
 from shardc import compat
 from shardc.arrays.placed import as_jax, leaf_aval
 from shardc.errors import ArgumentError, TracingError, all_offenders, did_you_mean
+from shardc.ir.boundary import END, stage_boundary_p
 from shardc.ir.nested import NESTED
 from shardc.ir.program import Program
 from shardc.ir.walk import all_eqns
@@ -301,6 +302,12 @@ def _with_mesh_in_context(make: Callable[..., Any], avals: Sequence[Any]) -> Any
     return make(*avals)
 
 
+def _boundary_in(jaxpr: compat.Jaxpr) -> str:
+    """The line of the user's first stage boundary in a traced function; empty if there is none."""
+    cuts = (e for e in all_eqns(jaxpr) if e.primitive is stage_boundary_p and e.params["cut"] != END)
+    return next(map(compat.source_line, cuts), "")
+
+
 def trace(
     arguments: Arguments, call: Call, marks: bool = False, replicate: Collection[str] = (), scans: Chunks = ()
 ) -> Program:
@@ -371,6 +378,7 @@ def trace(
         call.tree,
         out_info[1],
         scans=scans,
+        boundary="" if marks else _boundary_in(closed.jaxpr),
         passed=(("canonicalize", jaxpr),),
     )
     return program.after("drop_zero_sums", drop_zero_sums(jaxpr))
