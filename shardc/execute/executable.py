@@ -19,6 +19,7 @@ from shardc.arrays.gone import refuse_gone
 from shardc.arrays.placed import PlacedArray, handed_over, is_placed, put_leaf, put_whole
 from shardc.errors import ArgumentError, MeshError, StepFailedError, all_offenders
 from shardc.execute.agreement import Agreement
+from shardc.execute.at_work import line_if_long
 from shardc.execute.name_nan import name_first
 from shardc.execute.process_group import group_of_mesh
 from shardc.ir.host_callback import CALLBACKS, kept_text, raise_kept
@@ -401,7 +402,7 @@ class Executable:
     @cached_property
     def compiled(self) -> Any:
         """JAX's compiled object."""
-        with without_mesh():
+        with without_mesh(), line_if_long(f"compiling {self.plan.program.name}"):
             return self.lowered.compile()
 
     def hlo(self) -> str:
