@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import shutil
 import sys
@@ -38,6 +39,8 @@ from shardc.report.trace_file import write_trace
 from shardc.runtime.actor import Channel, Network
 
 _PROG: Final = "python -m shardc"
+_BROKEN_PIPE: Final = 141
+"""The exit code of a command that nobody reads any more, as a shell has it: 128 + SIGPIPE."""
 _COLOURS: Final = (
     (r"(?<=[ |])\d*F\d+-*", "blue"),
     (r"(?<=[ |])\d*[BI]\d+-*", "green"),
@@ -68,9 +71,22 @@ class _Outcome:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line. Returns 0 on success, 1 for a schedule that deadlocks, 2 for invalid options."""
+    try:
+        try:
+            return _main(argv)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:  # the reader, as `head`, wants no more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more when it ends
+        return _BROKEN_PIPE
+
+
+def _main(argv: Sequence[str] | None) -> int:
     args = _parser().parse_args(argv)
     try:
         return args.run(args)
+    except BrokenPipeError:
+        raise
     except OSError as error:
         message = f"{error.filename}: {error.strerror}."
     except (ShardcError, UnicodeDecodeError) as error:

@@ -35,6 +35,7 @@ from shardc.errors import (
     did_you_mean,
 )
 from shardc.execute import gc_pause
+from shardc.execute.at_work import line_if_long
 from shardc.execute.call_cache import CallCache, has_tracers
 from shardc.execute.executable import Executable
 from shardc.ir.program import Program
@@ -272,7 +273,7 @@ class Function:
             known = zip(arrived, arguments, plan.inputs, strict=False)
             if all(now == a.arrival or (a.arrival is None and now == planned) for now, a, planned in known):
                 return plan
-        with gc_pause.paused():
+        with gc_pause.paused(), line_if_long(f"planning {self._arguments.where}"):
             program = self._program(call, arrived)
             with without_mesh():
                 arguments, plan = self._plan_anew(call, program, arrived)

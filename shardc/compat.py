@@ -197,8 +197,10 @@ def traced_as(fn: F, users: Callable[..., Any], names: Sequence[str]) -> F:
     return fn
 
 
-# Why: tracebacks show only the user's code. JAX hides its frames between its entry points and the user's function.
+# Why: tracebacks show only the user's code. JAX hides its frames between its entry points and the user's function; the
+# frames that its errors list as text, as those of a leaked tracer, are chosen apart.
 _traceback_util.register_exclusion(_OURS)
+_source_info_util.register_exclusion(_OURS)
 
 
 def face(fn: F) -> F:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, Generic, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 import jax
 import numpy as np
@@ -10,14 +10,14 @@ import numpy as np
 from shardc import compat
 from shardc.arrays.fetch import values
 from shardc.arrays.placed import as_jax, leaf_aval
-from shardc.errors import PipelineError, all_offenders
+from shardc.errors import all_offenders
 from shardc.execute.call_cache import CallCache
 from shardc.execute.executable import Executable, OtherCallError
 from shardc.execute.in_turn import in_turn
 from shardc.machine.mesh import without_mesh
 from shardc.passes.trace.trace import Arguments, Call, is_array
 from shardc.plan.verify_signatures import check_found
-from shardc.plans import Plan
+from shardc.plans import Plan, no_attribute
 from shardc.sbp.signature import is_extended
 
 if TYPE_CHECKING:
@@ -106,15 +106,7 @@ class Compiled(CompiledCall[Executable, Plan]):
             return check_found(self.plan, [*leaves, *self.plan.program.captured], self._arguments.where)
 
     def __getattr__(self, name: str) -> NoReturn:
-        if name in _OF_PIPELINES:
-            raise PipelineError(
-                f"{self.plan.program.name} is one program, no pipeline: there are no actors to show; "
-                "jax.profiler.trace(...) shows what is in it."
-            )
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-
-
-_OF_PIPELINES: Final = frozenset(("measure", "timeline", "draw", "trace", "with_schedule"))
+        no_attribute(self, name, lambda: self.plan.program.name)
 
 
 def run(executable: Executable | PipelineExecutable, call: Call) -> Any:

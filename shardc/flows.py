@@ -14,6 +14,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from shardc import compat
 from shardc.api import function
+from shardc.arrays.gone import refuse_gone
 from shardc.dataflow.chart import flow_chart
 from shardc.dataflow.explain import flow_sections
 from shardc.dataflow.host import Host, checked_host
@@ -28,7 +29,7 @@ from shardc.errors import ArgumentError, FlowError, all_offenders
 from shardc.execute.call_cache import has_tracers
 from shardc.machine.mesh import AnyMesh
 from shardc.passes.trace.constants import key_of, why_no_constant
-from shardc.passes.trace.trace import is_array, path_text, settings, where_of
+from shardc.passes.trace.trace import is_array, leaves_by_path, path_text, settings, where_of
 from shardc.report.chart import Chart
 from shardc.report.drawn import Drawn
 from shardc.report.tables import WIDTH, report_text
@@ -184,9 +185,11 @@ class Flow:
           the last state, and a list of what each round gave. A node that did not run in a round has None in it.
 
         Raises:
+          ArgumentError: the state was donated to a call or another run.
           RoundFailedError: a node failed; the error has the state of the last complete round.
         """
         items = None
+        refuse_gone(f"{self.where}: state that is gone", _named(state))
         if self._has_item:
             if inputs is None:
                 raise ArgumentError(f"{self.where} takes an item in each round; give them: run(state, inputs).")
@@ -254,6 +257,7 @@ class _Items:
     def next(self, work: _Inputs, round: int) -> list[Any]:
         item = self._first.pop() if self._first else next(self._rest)
         leaves, tree = jax.tree.flatten(item)
+        refuse_gone(f"item {round}: arrays that are gone", _named(item))
         if tree != work.out_tree:
             raise FlowError(
                 f"item {round} has another structure than the first one:\n  first {work.out_tree}\n  now   {tree}"
@@ -269,6 +273,10 @@ class _Items:
         if wrong:
             raise FlowError(all_offenders(f"item {round} differs from the first one; give all the same shapes:", wrong))
         return arrays
+
+
+def _named(tree: Any) -> list[tuple[str, Any]]:
+    return [(path_text(path), x) for path, x in leaves_by_path(tree)]
 
 
 def _short(x: Any) -> str:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cached_property
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, Self, cast
+from typing import TYPE_CHECKING, Any, Final, NoReturn, Self, cast
 
 import jax
 
-from shardc.errors import ArgumentError, ShardcError
+from shardc.errors import ArgumentError, PipelineError, ShardcError
 from shardc.plan.digest import digest_of
 from shardc.plan.make import DoesNotFit
 from shardc.plan.plan import SpmdPlan, copied
@@ -118,11 +119,32 @@ class Plan(PlanFace, SpmdPlan):
         """
         Path(path).write_text(to_json(record(self)), "utf-8")
 
+    def __getattr__(self, name: str) -> NoReturn:
+        no_attribute(self, name, lambda: self.program.name)
+
     def __repr__(self) -> str:
         return (
             f"Plan({self.program.name} on {self.mesh}: {len(self.collectives)} collectives, "
             f"{self.bytes_per_device} bytes per device, {self.seconds:.3g} s)"
         )
+
+
+_OF_PIPELINES: Final = frozenset(("measure", "timeline", "draw", "trace", "simulate", "with_schedule"))
+
+
+def no_attribute(of: object, name: str, program: Callable[[], str]) -> NoReturn:
+    """Raise for an attribute that a plan of one program, or what is compiled from it, does not have.
+
+    Raises:
+      PipelineError: pipelines have it.
+      AttributeError: nothing has it.
+    """
+    if name in _OF_PIPELINES:
+        raise PipelineError(
+            f"{program()} is one program, no pipeline: there are no actors to show; jax.profiler.trace(...) shows what "
+            "is in it."
+        )
+    raise AttributeError(f"{type(of).__name__!r} object has no attribute {name!r}")
 
 
 class MemoryLimitError(ShardcError, ValueError):

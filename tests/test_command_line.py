@@ -1,6 +1,7 @@
 """`python -m shardc schedule` and `rules`: what a person sees, what a program reads, and how it says no."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -212,3 +213,17 @@ def test_one_clear_line_for_options_that_cannot_be(capsys, options, says):
     assert err.startswith("python -m shardc")
     assert says in err
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "command", ["schedule gpipe --stages 8 --microbatches 64", "schedule gpipe --json", "passes", "rules", "--help"]
+)
+def test_a_reader_that_ends_early(command):
+    """As `| head -1`: no traceback, no text."""
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        [sys.executable, "-m", "shardc", *command.split()], stdout=write, stderr=subprocess.PIPE, text=True, check=False
+    )
+    os.close(write)
+    assert done.stderr == ""

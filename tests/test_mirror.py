@@ -87,7 +87,6 @@ COVERED: Final[Mapping[str, str]] = {
     "plan/saved_*.py": "plan/test_replay.py",
     "report/memory_error.py": "passes/place/test_memory_limit.py",
     "report/passes.py": "passes/test_passes.py",
-    "report/plan_warnings.py": "whole/test_warnings.py",
     "sbp/piece.py": "sbp/test_rules.py",
     "sbp/rules/*.py": "sbp/test_rules.py",
     "solver/adjacency.py": "solver/test_repeated_layers.py",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -10,7 +11,7 @@ from shardc.calls.leaves import leaf_of
 from shardc.ir.program import Program
 from shardc.machine.mesh import MeshView
 from shardc.passes.trace.pins import Leaf, Pins, is_leaf_spec, says_names
-from shardc.passes.trace.trace import Arguments, Call
+from shardc.passes.trace.trace import Arguments, Call, is_number, leaves_by_path, path_text
 
 
 def argument_pins(call: Call, arguments: Arguments, spec: Any, mesh: MeshView) -> Pins:
@@ -21,6 +22,7 @@ def argument_pins(call: Call, arguments: Arguments, spec: Any, mesh: MeshView) -
       spec: `in_placements`.
     """
     leaves = [leaf_of(path, inner, x) for path, inner, x in zip(call.paths, call.inner, call.leaves, strict=True)]
+    leaves = [leaf and replace(leaf, in_list=at) for leaf, at in zip(leaves, _lists_of_numbers(call), strict=True)]
     pins = Pins("in_placements", leaves, mesh)
     numbers: dict[str, Any] = jax.tree.unflatten(call.tree, range(len(leaves)))
     constant = {n for n, _ in call.static} - arguments.static  # numbers that this call leaves out
@@ -44,6 +46,19 @@ def argument_pins(call: Call, arguments: Arguments, spec: Any, mesh: MeshView) -
         spec = arguments.nest_keywords({n: s for n, s in spec.items() if n not in constant})
     pins.spread(spec, numbers)
     return pins
+
+
+def _lists_of_numbers(call: Call) -> list[str]:
+    """For each leaf the path of the list of numbers that it is an item of; empty if it is of none."""
+
+    def is_one(x: Any) -> bool:
+        return isinstance(x, list) and all(map(is_number, jax.tree.leaves(x)))
+
+    pairs = leaves_by_path(jax.tree.unflatten(call.tree, call.leaves), is_leaf=is_one)
+    found: list[str] = []
+    for path, x in pairs:
+        found += [path_text(path)] * len(jax.tree.leaves(x)) if is_one(x) else [""]
+    return found
 
 
 def result_pins(program: Program, spec: Any, mesh: MeshView) -> Pins:

@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from shardc import compat
 from shardc.arrays.far import put_far
 from shardc.arrays.fetch import values
+from shardc.arrays.gone import refuse_gone
 from shardc.arrays.own_part import own_part
 from shardc.arrays.placed import is_placed
 from shardc.arrays.placed import put as put_tree
@@ -52,12 +53,13 @@ def put(tree: Any, mesh: AnyMesh, placements: Any, *, here: bool = False) -> Any
       The tree with jax.Arrays; where a placement is an uneven split or a partial sum, PlacedArrays.
 
     Raises:
-      ArgumentError: the mesh has no devices; or parts do not make up an array.
+      ArgumentError: the mesh has no devices; arrays were donated to a call; or parts do not make up an array.
       DisagreementError: values, or parts that several processes hold, differ between processes.
       PlacementError: a placement does not fit the mesh or its array, or the two trees do not match.
     """
     pairs, structure = leaves_by_path(tree), jax.tree.structure(tree)
     paths, leaves = [path_text(path) for path, _ in pairs], [x for _, x in pairs]
+    refuse_gone("shardc.put: arrays that are gone", zip(paths, leaves, strict=True))
     placed = _placements(placements, structure, paths, list(map(leaf_of, paths, paths, leaves)), mesh)
     if isinstance(mesh, Mesh) and is_far(mesh.devices.flat):
         return jax.tree.unflatten(structure, [put_far(x, mesh, p) for x, p in zip(leaves, placed, strict=True)])
@@ -137,6 +139,7 @@ def fetch(tree: Any) -> Any:
       The tree with NumPy arrays; random keys, which NumPy has no type for, as jax.Arrays on one device.
 
     Raises:
+      ArgumentError: arrays were donated to a call.
       DisagreementError: the call before this one was given values that differ between processes.
 
     Example:
@@ -144,6 +147,7 @@ def fetch(tree: Any) -> Any:
       {'w': array([0, 1, 2], dtype=int32), 'name': 'w'}
     """
     settle_all()
+    refuse_gone("shardc.fetch: arrays that are gone", ((path_text(path), x) for path, x in leaves_by_path(tree)))
     leaves, structure = jax.tree.flatten(tree, is_leaf=is_placed)
     return values(jax.tree.unflatten(structure, bring(leaves)))
 

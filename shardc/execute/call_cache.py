@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import jax
 
 from shardc import compat
+from shardc.arrays.gone import GoneError
 from shardc.arrays.placed import is_placed
 from shardc.errors import PipelineError
 from shardc.execute.executable import looks_for_nans
@@ -91,7 +92,7 @@ class CachedCall:
             return None
         try:
             out = in_turn(self.executable, args, lambda: self._launch(args))
-        except PipelineError:  # a run that failed, here or in another process: nobody makes it again
+        except (GoneError, PipelineError):  # nobody makes a run again that failed, here or in another process
             raise
         except (TypeError, ValueError):  # nothing has run
             return None

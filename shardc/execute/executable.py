@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -15,9 +15,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardc import compat
 from shardc.arrays.fetch import values
+from shardc.arrays.gone import refuse_gone
 from shardc.arrays.placed import PlacedArray, handed_over, is_placed, put_leaf, put_whole
 from shardc.errors import ArgumentError, MeshError, StepFailedError, all_offenders
 from shardc.execute.agreement import Agreement
+from shardc.execute.at_work import line_if_long
 from shardc.execute.name_nan import name_first
 from shardc.execute.process_group import group_of_mesh
 from shardc.ir.host_callback import CALLBACKS, kept_text, raise_kept
@@ -200,6 +202,7 @@ class Executable:
             return x
         if tuple(np.shape(x)) != tuple(self.plan.program.in_avals[i].shape):
             raise TypeError("not the call that was compiled")  # the caller then makes the call without the cache
+        self._refuse_gone("arguments that are gone", {i: x})
         placed = put_leaf(x, self.mesh, self.plan.inputs[i])
         assert is_placed(placed)
         return placed.physical
@@ -217,6 +220,7 @@ class Executable:
 
         Raises:
           OtherCallError: the arguments have other types or placements than in the plan.
+          GoneError: arguments were donated to an earlier call.
           StepFailedError: it failed after donated buffers were taken.
         """
         plan = self.plan
@@ -237,6 +241,8 @@ class Executable:
         try:
             found = self.run([*args, *self._captured])
         except (RuntimeError, ValueError, TypeError, FloatingPointError) as error:
+            others = {i: x for i, x in enumerate(args) if i not in self._donated}  # this call takes none of them
+            self._refuse_gone("arguments that are gone", others)
             report_failure(self.plan.program, args, error)
             if isinstance(error, ValueError) and self.agreement is not None and self._fit(args):
                 raise StepFailedError(
@@ -253,13 +259,15 @@ class Executable:
             for x, plain, shape, p in zip(found, self._plain_out, self._shapes_out, self.plan.outputs, strict=True)
         ]
 
+    def _refuse_gone(self, what: str, args: Mapping[int, Any]) -> None:
+        """Raise GoneError if arguments, by number, were donated to an earlier call."""
+        program = self.plan.program
+        refuse_gone(f"{program.name}: {what}", [(program.in_paths[i], x) for i, x in args.items()])
+
     def _with_own_buffers(self, args: Sequence[Any]) -> Sequence[Any]:
         """The arguments, with copies of donated arrays that are passed twice: JAX would end the process."""
-        paths, given = self.plan.program.in_paths, [i for i in self._donated if i < len(args)]
-        gone = [paths[i] for i in given if isinstance(args[i], jax.Array) and args[i].is_deleted()]
-        if gone:
-            lines = [f"{path}: an earlier call took its buffer; pass that call's result instead." for path in gone]
-            raise OtherCallError(all_offenders(f"{self.plan.program.name}: donated arguments that are gone", lines))
+        given = [i for i in self._donated if i < len(args)]
+        self._refuse_gone("donated arguments that are gone", {i: args[i] for i in given})
         if len(set(map(id, args))) == len(args):
             return args
         own, left = list(args), Counter(map(id, args))
@@ -394,7 +402,7 @@ class Executable:
     @cached_property
     def compiled(self) -> Any:
         """JAX's compiled object."""
-        with without_mesh():
+        with without_mesh(), line_if_long(f"compiling {self.plan.program.name}"):
             return self.lowered.compile()
 
     def hlo(self) -> str:

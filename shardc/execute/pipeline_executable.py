@@ -16,9 +16,11 @@ from jax.sharding import Mesh, NamedSharding
 
 from shardc import compat
 from shardc.arrays.far import Arrival, FarArray, is_far, is_small
+from shardc.arrays.gone import refuse_gone
 from shardc.compat import Var
 from shardc.errors import MeshError, PeerLostError, PipelineError, PipelineTaskError, ShardcError, all_offenders
 from shardc.execute.agreement import Agreement
+from shardc.execute.at_work import line_if_long
 from shardc.execute.executable import Executable, OtherCallError, gone_text, report_failure
 from shardc.execute.far_stages import FarStages, lives_on
 from shardc.execute.process_group import group_of_run
@@ -188,10 +190,11 @@ class PipelineExecutable:
             self.agreement.agree_on_plan()
             far = FarStages(plan, self._edges.between_processes(), bool(settings()[0]), self.places)
         executables = self._task_executables()
-        for e in executables:  # in this thread, because JAX's settings are per thread
-            _ = e.lowered
-        with ThreadPoolExecutor(2) as pool:
-            list(pool.map(lambda e: e.compiled, executables))
+        with line_if_long(f"compiling the {len(executables)} programs of {plan.program.name}"):
+            for e in executables:  # in this thread, because JAX's settings are per thread
+                _ = e.lowered
+            with ThreadPoolExecutor(2) as pool:
+                list(pool.map(lambda e: e.compiled, executables))
         tokens = {s.label: [None] * len(s.gives) for row in plan.network.actors for s in row}
         window = max(1, IN_FLIGHT // plan.schedule.ranks)
         executor = Executor(
@@ -298,6 +301,7 @@ class PipelineExecutable:
         """Run the plan.
 
         Raises:
+          GoneError: arguments were donated to an earlier call.
           PipelineTaskError: a task failed; all arguments are unchanged.
           StepFailedError: an update failed after donated buffers were taken.
         """
@@ -321,6 +325,8 @@ class PipelineExecutable:
         begin, run = perf_counter(), executor.runs + 1
         try:
             try:
+                named = zip(self.plan.program.in_paths, args, strict=False)
+                refuse_gone(f"{self.plan.program.name}: arguments that are gone", named)
                 self._enter(self._entry.take_apart(whole), run)
             except (TypeError, ValueError) as error:  # the cache would make the call again: in this process alone
                 if far is None or isinstance(error, ShardcError):

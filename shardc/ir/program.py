@@ -22,6 +22,7 @@ class Program:
       shared: for each loop that could be shared (`share_loops`), in order, the devices that share its rounds; empty if
         none does.
       scans: for each kind of associative scan that is in chunks (`chunk_scans`) their number.
+      boundary: the line of a stage boundary of the function, if its marks were left out; else empty.
       passed: the name of each pass that made this program, and the jaxpr that it gave, in order.
     """
 
@@ -34,6 +35,7 @@ class Program:
     out_tree: Any
     shared: tuple[int, ...] = ()
     scans: tuple[tuple[str, int], ...] = ()
+    boundary: str = ""
     passed: tuple[tuple[str, Jaxpr], ...] = ()
 
     def after(self, name: str, jaxpr: Jaxpr) -> Program:

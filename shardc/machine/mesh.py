@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final, TypeAlias, TypeVar, cast
+from typing import Any, Final, Never, TypeAlias, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import jax
@@ -110,8 +110,28 @@ def parse_bytes(text: str | int | float) -> int:
     return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
 
 
+def _memory(hbm: str | int) -> int:
+    """The bytes of `hbm=`. A number below 1 MB has lost its unit: no device is so small.
+
+    Raises:
+      MeshError: it is no amount, or one without a unit below 1 MB.
+    """
+    unit = isinstance(hbm, str) and not hbm.strip().isdecimal()
+    found = parse_bytes(hbm)
+    if unit or found >= 10**6:
+        return found
+    raise MeshError(
+        f'hbm={hbm!r} is read as bytes, and a device has more; write the unit: hbm="{found}GB", or hbm="{found}B" if '
+        "so few are meant."
+    )
+
+
 def make_mesh(
-    *, topology: str | None = None, calibration: str | None = None, hbm: str | int | None = None, **axes: int
+    *unnamed: Never,
+    topology: str | None = None,
+    calibration: str | None = None,
+    hbm: str | int | None = None,
+    **axes: int,
 ) -> AnyMesh:
     """Make a mesh with the named axes over the first devices, of several processes over as many devices of each.
 
@@ -119,40 +139,66 @@ def make_mesh(
     processes.
 
     Args:
+      *unnamed: none; axes are named.
       topology: the machine to plan for without its devices; the result is an AbstractMesh. A name and, after a colon,
         the devices along each physical dimension, the fastest first: `"v5p:4x4x2"`, `"h100:8x16"` (NVLink, then
         network), `"v5e:16x16x2"` (two slices); or a file of `python -m shardc calibrate`, whose name ends in `.json`.
         The last axis of the mesh lies along neighbours of the first dimension.
       calibration: such a file, to plan for the present devices with their measured figures.
-      hbm: memory of a device, in bytes or as `"95GB"`; overrides the topology's. JAX has one mesh object for equal axes
-        over the same devices: `calibration` and `hbm` of the last call hold for functions that are made after it.
+      hbm: memory of a device, as `"95GB"` or, from 1 MB on, in bytes; overrides the topology's. JAX has one mesh object
+        for equal axes over the same devices: `calibration` and `hbm` of the last call hold for functions that are made
+        after it.
       **axes: name and size of each axis, outermost first. One size may be -1: as many devices as there are.
 
     Returns:
       A `jax.sharding.Mesh`, or an `AbstractMesh` when a topology is named.
 
     Raises:
-      MeshError: the mesh needs more devices than there are, or not the same number of each process; a size is not a
-        positive integer; or there is no such topology or file.
+      MeshError: axes are given as to `jax.make_mesh`; the mesh needs more devices than there are, or not the same
+        number of each process; a size is not a positive integer; or there is no such topology or file.
 
     Example:
       >>> mesh = make_mesh(data=1, model=1)
       >>> dict(mesh.shape)
       {'data': 1, 'model': 1}
     """
+    _refuse_order_of_jax(unnamed, axes)
     axes = _filled(axes, topology)
     _check_axes(axes)
+    memory = None if hbm is None else _memory(hbm)
     if topology is not None and calibration is not None:
         raise MeshError("topology= plans without devices, calibration= for the present devices; give only one of them.")
     if topology is not None:
-        return _mesh_without_devices(topology, hbm, axes)
+        return _mesh_without_devices(topology, memory, axes)
     mesh = _mesh_of_devices(axes)
     machine = None if calibration is None else read_topology(calibration)
     if calibration is not None and machine is not None:
         _check_room(axes, Path(calibration).name, machine)
     _note(_calibration_of_mesh, mesh, machine)
-    _note(_hbm_of_mesh, mesh, None if hbm is None else parse_bytes(hbm))
+    _note(_hbm_of_mesh, mesh, memory)
     return mesh
+
+
+def _refuse_order_of_jax(unnamed: Sequence[Any], axes: Mapping[str, Any]) -> None:
+    """Raise MeshError for a call like that of `jax.make_mesh`, with sizes and then names; it shows the right call."""
+    given = dict(zip(_OF_JAX, unnamed, strict=False)) | {n: axes[n] for n in _OF_JAX if n in axes}
+    if not given:
+        return
+    sizes, names = given.get("axis_shapes", ()), given.get("axis_names", ("data", "model", "pipe"))
+    if isinstance(sizes, Mapping):
+        sizes, names = tuple(sizes.values()), tuple(sizes)
+    sizes = sizes if isinstance(sizes, tuple | list) else (sizes,)
+    names = (names,) if isinstance(names, str) else names
+    pairs = [f"{a}={n}" for a, n in zip(names, sizes, strict=False)]
+    known = pairs and len(pairs) == len(sizes) and all(isinstance(n, int | np.integer) for n in sizes)
+    raise MeshError(
+        "shardc.make_mesh takes the size of each axis by the name of the axis; write "
+        f"shardc.make_mesh({', '.join(pairs) if known else 'data=4, model=2'})."
+    )
+
+
+_OF_JAX: Final = "axis_shapes", "axis_names"
+"""The first arguments of `jax.make_mesh`."""
 
 
 def _filled(axes: Mapping[str, int], topology: str | None) -> dict[str, int]:
@@ -173,20 +219,21 @@ def _filled(axes: Mapping[str, int], topology: str | None) -> dict[str, int]:
 
 def _check_axes(axes: Mapping[str, Any]) -> None:
     bad = [f"{a}={n!r}" for a, n in axes.items() if isinstance(n, bool) or not isinstance(n, int) or n < 1]
+    near = "".join(did_you_mean(a, ("topology", "calibration", "hbm")) for a, n in axes.items() if type(n) is not int)
     if bad or not axes:
         raise MeshError(
             f"A mesh needs a positive number of devices for each axis, got {', '.join(bad) or 'no axis'}; "
-            "write shardc.make_mesh(data=4, model=2), or data=-1 for all devices that there are."
+            f"write shardc.make_mesh(data=4, model=2), or data=-1 for all devices that there are.{near}"
         )
 
 
-def _mesh_without_devices(topology: str, hbm: str | int | None, axes: Mapping[str, int]) -> AbstractMesh:
+def _mesh_without_devices(topology: str, hbm: int | None, axes: Mapping[str, int]) -> AbstractMesh:
     machine = parse_topology(topology)
     _check_room(axes, topology, machine)
     kind = (
         machine.to_json() if topology.endswith(".json") else topology
     )  # the mesh does not depend on the file any more
-    kind = kind if hbm is None else f"{kind} hbm={parse_bytes(hbm)}"
+    kind = kind if hbm is None else f"{kind} hbm={hbm}"
     auto = (AxisType.Auto,) * len(axes)
     return AbstractMesh(tuple(axes.values()), tuple(axes), auto, abstract_device=AbstractDevice(kind, None, _OURS))
 

@@ -44,7 +44,11 @@ class Drawn:
             draw_picture(chart, path)
 
     def trace(self, path: str | Path) -> None:
-        """Writes the run as a trace in JSON, for https://ui.perfetto.dev or chrome://tracing."""
+        """Writes the run as a trace into a `.json` file, for https://ui.perfetto.dev or chrome://tracing.
+
+        Raises:
+          PipelineError: another ending.
+        """
         chart = self.chart
         if self.writes:
             write_trace(chart, path)

@@ -11,6 +11,7 @@ from shardc.compat import Eqn
 from shardc.ir.walk import bytes_of, local_bytes
 from shardc.passes.trace.canonicalize import EVERY
 from shardc.passes.trace.pins import code_text
+from shardc.pipeline.options import Pipeline
 from shardc.plan.borders import match_donated
 from shardc.report.tables import bytes_text, number_text, seconds_text
 
@@ -31,7 +32,22 @@ def warnings_of(plan: PlanView, where: str, replicate: Collection[str] = ()) -> 
       replicate: primitives that the user wants replicated.
     """
     uneven = [f"{where}: {text}" for _, part in plan.parts for text in uneven_notes(part)]
-    return [*_without_rule(plan, where, replicate), *_not_donated(plan, where), *uneven]
+    return [
+        *_without_rule(plan, where, replicate),
+        *_not_donated(plan, where),
+        *_without_pipeline(plan, where),
+        *uneven,
+    ]
+
+
+def _without_pipeline(plan: PlanView, where: str) -> Iterator[str]:
+    axis = Pipeline().axis
+    if plan.program.boundary and plan.mesh.sizes.get(axis, 1) > 1:
+        yield (
+            f"{where}: the mesh has an axis {axis!r} and the function a stage boundary, at {plan.program.boundary}, "
+            "but it is no pipeline: all devices run all stages together. With pipeline=shardc.Pipeline() the stages "
+            f"run along {axis!r}, one after the other; to do without, name the axis otherwise."
+        )
 
 
 def _without_rule(plan: PlanView, where: str, replicate: Collection[str]) -> Iterator[str]:
@@ -54,16 +70,21 @@ def _not_donated(plan: PlanView, where: str) -> Iterator[str]:
     program, count = plan.program, len(plan.program.given_avals)
     given = plan.request.arguments[:count]
     made = set(compat.variables(program.jaxpr.outvars)) - set(program.jaxpr.invars)
+    paths = program.in_paths
     news = [compat.is_literal(v) or v in made for v in program.jaxpr.outvars]
     ties = match_donated(program, [replace(a, donated=True) for a in given])
     back, new = set(ties), {tie for tie, is_new in zip(ties, news, strict=True) if is_new}
     leaves: dict[str, list[int]] = {}
-    for i, path in enumerate(program.in_paths[:count]):
+    for i, path in enumerate(paths[:count]):
         leaves.setdefault(path.partition("/")[0], []).append(i)
+    # an array that is an argument has no path to go by: it is state if it alone comes back, first of several results
+    bare = [i for i in back if i is not None and "/" not in paths[i]]
+    first = {i for i, path in zip(ties, program.out_paths, strict=True) if path.partition("/")[0] == "0"}
+    guessed = set[int]() if len(bare) == 1 and first.issuperset(bare) else set(bare)
     state = {
         name: sum(local_bytes(program.jaxpr.invars[i], plan.inputs[i], plan.mesh.sizes) for i in own if i in new)
         for name, own in leaves.items()
-        if len(own) > 1 and back.issuperset(own) and not any(given[i].donated for i in own)
+        if (back - guessed).issuperset(own) and not any(given[i].donated for i in own)
     }
     if sum(state.values()) > LARGE:
         names = [name for name, size in state.items() if size]

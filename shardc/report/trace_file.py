@@ -13,13 +13,21 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
+from shardc.errors import PipelineError
 from shardc.report.chart import Chart, Track
 from shardc.runtime.actor import Message, Span
 
 
 def write_trace(chart: Chart, path: str | Path) -> None:
-    """Writes the chart's trace to a file."""
-    Path(path).write_text(json.dumps(trace_events(chart), separators=(",", ":")), encoding="utf-8")
+    """Writes the chart's trace to a file.
+
+    Raises:
+      PipelineError: its name does not end in `.json`.
+    """
+    path = Path(path)
+    if path.suffix.lower() != ".json":
+        raise PipelineError(f"{path}: a trace has to be a .json file.")
+    path.write_text(json.dumps(trace_events(chart), separators=(",", ":")), encoding="utf-8")
 
 
 def trace_events(chart: Chart) -> dict[str, Any]:

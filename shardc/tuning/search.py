@@ -13,6 +13,7 @@ from rich.progress import Progress
 
 from shardc.api import Function
 from shardc.errors import PipelineError
+from shardc.execute.at_work import line_if_long
 from shardc.ir.boundary import END, stage_boundary_p
 from shardc.ir.program import Program
 from shardc.ir.walk import all_eqns
@@ -185,7 +186,10 @@ class MeshSearch:
         """Plan at most `tries` choices. `plan` returns the seconds of a choice, infinite if there is no plan."""
         waiting = list(self.distinct)
         console = Console(stderr=True)
-        with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        with (
+            line_if_long(""),
+            Progress(console=console, transient=True, disable=not console.is_terminal) as progress,
+        ):
             task = progress.add_task("planning", total=min(tries, len(waiting)))
             while waiting and len(self.seconds) < tries:
                 key = min(waiting, key=lambda k: self.estimate(k) * WORTH ** self.distinct[k].level)

@@ -93,11 +93,22 @@ def test_an_executable_that_is_dropped_goes_at_once(exe):
 
 def test_what_is_no_pipeline_says_so(tmp_path):
     f = shardc.function(lambda x: x * 2, mesh=shardc.make_mesh(data=2))
-    compiled = f.compile(zeros(4))
+    compiled, plan = f.compile(zeros(4)), f.plan(zeros(4))
     for look in (
         lambda: compiled.timeline(),
         lambda: compiled.trace(tmp_path / "x.json"),
         lambda: compiled.measure(zeros(4)),
+        lambda: plan.draw(tmp_path / "x.svg"),
+        lambda: plan.timeline(),
+        lambda: plan.trace(tmp_path / "x.json"),
+        lambda: plan.simulate(),
     ):
-        with pytest.raises(PipelineError, match=r"is one program, no pipeline.*jax\.profiler\.trace"):
+        with pytest.raises(PipelineError) as caught:
             look()
+        assert str(caught.value) == (
+            "<lambda> is one program, no pipeline: there are no actors to show; jax.profiler.trace(...) shows what is "
+            "in it."
+        )
+    for of, kind in ((plan, "Plan"), (compiled, "Compiled")):
+        with pytest.raises(AttributeError, match=f"^'{kind}' object has no attribute 'drow'$"):
+            _ = of.drow

@@ -60,7 +60,7 @@ def test_every_topology_can_be_planned_for(kind: str) -> None:
 
 def test_hbm_overrides_the_topology() -> None:
     assert view(make_mesh(topology="v5p:4x4x2", hbm="16GiB", data=8)).topology.hbm == 16 * 2**30
-    assert view(make_mesh(topology="h100", hbm=123, data=8)).topology.hbm == 123
+    assert view(make_mesh(topology="h100", hbm="123B", data=8)).topology.hbm == 123
     assert view(make_mesh(hbm="2GB", with_memory=8)).topology.hbm == 2 * 10**9
     assert view(make_mesh(without=8)).topology.hbm == TOPOLOGIES["cpu"].hbm
 
@@ -83,6 +83,20 @@ def test_parse_bytes(text: str | int | float, amount: int) -> None:
     assert parse_bytes(text) == amount
 
 
+LIKE_JAX = [
+    (lambda make: make((4, 2), ("data", "model")), "data=4, model=2"),
+    (lambda make: make((4, 2), ("x", "y"), topology="v5p"), "x=4, y=2"),
+    (lambda make: make(axis_shapes=[2, 2, 2], axis_names=["a", "b", "c"]), "a=2, b=2, c=2"),
+    (lambda make: make((4,), axis_names=("data",), devices=jax.devices()[:4]), "data=4"),
+    (lambda make: make(8), "data=8"),
+    (lambda make: make(np.int64(8), "x"), "x=8"),
+    (lambda make: make((2, 4)), "data=2, model=4"),
+    (lambda make: make({"data": 8}), "data=8"),
+    (lambda make: make("v5p"), "data=4, model=2"),
+    (lambda make: make((1, 1, 2, 4)), "data=4, model=2"),
+    (lambda make: make(axis_names=("data",)), "data=4, model=2"),
+]
+BY_NAME = "shardc.make_mesh takes the size of each axis by the name of the axis; write shardc.make_mesh"
 WRITE = "write shardc.make_mesh(data=4, model=2), or data=-1 for all devices that there are."
 NEEDS = "A mesh needs a positive number of devices for each axis, got"
 
@@ -122,6 +136,16 @@ NEEDS = "A mesh needs a positive number of devices for each axis, got"
         (
             lambda: make_mesh(topology="v5p:4x", a=2),
             "topology='v5p:4x': the shape after the colon is written 4x4x2.",
+        ),
+        (lambda: make_mesh(topolgy="v5p"), f"{NEEDS} topolgy='v5p'; {WRITE} Did you mean \"topology\"?"),
+        *((lambda call=call: call(make_mesh), f"{BY_NAME}({right}).") for call, right in LIKE_JAX),
+        *(
+            (
+                lambda hbm=hbm: make_mesh(hbm=hbm, a=2),
+                f'hbm={hbm!r} is read as bytes, and a device has more; write the unit: hbm="{int(hbm)}GB", or '
+                f'hbm="{int(hbm)}B" if so few are meant.',
+            )
+            for hbm in (80, "80", " 80 ", 999_999, 0)
         ),
         *(
             (

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from shardc.errors import PipelineError
 from shardc.report.trace_file import trace_events, write_trace
 from tests.report.charts import chart
 
@@ -88,3 +89,11 @@ def test_a_trace_is_a_file(shown, tmp_path):
     write_trace(shown, tmp_path / "step.json")
     read = json.loads((tmp_path / "step.json").read_text())
     assert read["traceEvents"] and read["otherData"]["title"] == "step: zb-h1"
+
+
+@pytest.mark.parametrize("name", ["step.pdf", "step.png", "step.svg", "step.html", "step"])
+def test_other_endings_are_refused(shown, tmp_path, name):
+    with pytest.raises(PipelineError) as caught:
+        write_trace(shown, tmp_path / name)
+    assert str(caught.value) == f"{tmp_path / name}: a trace has to be a .json file."
+    assert not (tmp_path / name).exists()

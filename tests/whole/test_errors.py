@@ -451,6 +451,23 @@ def test_many_arrays_that_live_elsewhere_are_folded(mesh):
     )
 
 
+def test_a_list_of_numbers(mesh):
+    def total(x, params):
+        return sum(jnp.asarray(v).sum() for v in jax.tree.leaves((x, params)))
+
+    pins = {"x": {"data": S(0)}, "params": {"data": S(0)}}
+    f, x = shardc.function(total, mesh=mesh, in_placements=pins), [[1.0, 2.0, 3.0]] * 20
+    says = "a list of numbers, and each is an array of its own: a scalar cannot be split; make one array of it with "
+    assert text_of(PlacementError, f, x, {"w": [1, 2], "v": ROWS, "lr": 0.1}) == lines(
+        f"{line(total)}, {MESH}:",
+        f"in_placements: x: {says}np.asarray.",
+        "in_placements: params/lr f32[]: {'data': S(0)}: a scalar cannot be split; write {'data': B}.",
+        f"in_placements: params/w: {says}np.asarray.",
+    )
+    assert float(f(np.asarray(x, np.float32), {"v": ROWS})) == 128
+    assert float(shardc.function(total, mesh=mesh)(x, {})) == 120
+
+
 def test_results_that_are_no_arrays(mesh):
     def named(x):
         return {"loss": x.sum(), "name": "loss", "rest": (x, {1})}

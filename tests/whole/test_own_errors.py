@@ -183,3 +183,21 @@ def test_without_jit_it_is_the_plain_function_on_one_device():
             f(p, key)
     want = step(got, jax.random.key(3), jnp.ones((16, 2)))
     np.testing.assert_allclose(f(got, key, rows), want, rtol=1e-5)
+
+
+@pytest.mark.parametrize("way", ["jit", "call", "accumulate"])
+def test_a_leaked_tracer(way):
+    """JAX lists the frames in which it was made: no file of shardc is among them."""
+    leaked = []
+
+    def leaking(x):
+        leaked.append(x * 2)
+        return x.sum()
+
+    (jax.jit(leaking) if way == "jit" else shardc.function(
+        leaking if way == "call" else shardc.accumulate(leaking, microbatches=2), mesh=MESH
+    ))(X)  # fmt: skip
+    with pytest.raises(jax.errors.UnexpectedTracerError) as caught:
+        _ = leaked[0] + 1
+    text = str(caught.value)
+    assert OURS not in text and f"{__file__}:{leaking.__code__.co_firstlineno + 1}" in text

@@ -79,8 +79,8 @@ def accumulate(
       >>> int(seen), float(total)
       (5, 4.0)
     """
-    if microbatches < 1:
-        raise ArgumentError(f"accumulate: microbatches={microbatches}; it has to be 1 or more.")
+    if isinstance(microbatches, bool) or not isinstance(microbatches, int | np.integer) or microbatches < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ArgumentError(f"accumulate: microbatches={microbatches!r}; it has to be a whole number of 1 or more.")
     split = Split(microbatches, in_axes, reduce, (keys,) if isinstance(keys, str) else tuple(keys))
 
     @functools.wraps(fn, updated=())

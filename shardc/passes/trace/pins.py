@@ -111,12 +111,14 @@ def _is_sbp(x: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """A leaf as pins see it: its whole path, the path inside its argument, shape and dtype."""
+    """A leaf as pins see it: its whole path, the path inside its argument, shape and dtype; and, if it is an item of a
+    list of numbers, the path of the list."""
 
     path: str
     inner: str
     shape: tuple[int, ...]
     dtype: Any
+    in_list: str = ""
 
     def __str__(self) -> str:
         return f"{self.path} {compat.short_text(self.shape, self.dtype)}"
@@ -181,15 +183,17 @@ class Pins:
     def _pin(self, spec: Any, numbers: Any, at: str) -> None:
         mine = [(i, leaf) for i in jax.tree.leaves(numbers) if (leaf := self.leaves[i]) is not None]
         specs = self._each(spec, at, [leaf for _, leaf in mine])
-        wrong: dict[str, list[str]] = {}
+        wrong: dict[str, dict[str, None]] = {}
         for (i, leaf), (said, one) in zip(mine, specs, strict=True):
             try:
                 pin = as_pin(one, leaf.shape, leaf.dtype, self.mesh)
                 self.pins[i] = pin and replace(pin, said=f"{self.what}: {said}".removesuffix(": "))
             except PlacementError as error:
-                wrong.setdefault(str(error), []).append(str(leaf))
+                listed = leaf.in_list and _SCALAR in str(error)
+                text, what = (_LISTED, leaf.in_list) if listed else (str(error), str(leaf))
+                wrong.setdefault(text, {})[what] = None
         for text, at_leaves in wrong.items():
-            self._wrong(_some(at_leaves), text)
+            self._wrong(_some(list(at_leaves)), text)
 
     def _each(self, spec: Any, at: str, leaves: Sequence[Leaf]) -> list[tuple[str, Any]]:
         """The spec of each leaf under a leaf spec, and where it is written."""
@@ -395,6 +399,10 @@ def _known_axes(said: Mapping[str, Any], mesh: MeshView) -> None:
     raise PlacementError(f"{code_text(said)}: the mesh has no axis {', '.join(map(repr, unknown))}{help_}")
 
 
+_SCALAR: Final = "a scalar cannot be split"
+_LISTED: Final = f"a list of numbers, and each is an array of its own: {_SCALAR}; make one array of it with np.asarray."
+
+
 def _fits(placement: Placement, shape: Sequence[int], dtype: Any, mesh: MeshView, *, border: bool) -> Placement:
     """The placement with non-negative dimensions.
 
@@ -406,7 +414,7 @@ def _fits(placement: Placement, shape: Sequence[int], dtype: Any, mesh: MeshView
     wrong = [(a, s) for a, s in placement.items() if isinstance(s, S) and not -rank <= s.dim < rank]
     if wrong:
         fixed = {a: (S(rank - 1) if rank else B) if (a, s) in wrong else s for a, s in placement.items()}
-        has = f"the value has {_number(rank, 'dimension')}, numbered from 0" if rank else "a scalar cannot be split"
+        has = f"the value has {_number(rank, 'dimension')}, numbered from 0" if rank else _SCALAR
         raise PlacementError(f"{code_text(placement)}: {has}; write {code_text(fixed)}.")
     if placement.partial_op is not None:
         whole = code_text({a: B if isinstance(s, P) else s for a, s in placement.items()})

@@ -17,6 +17,7 @@ import numpy as np
 from shardc import compat
 from shardc.arrays.placed import as_jax, leaf_aval
 from shardc.errors import ArgumentError, TracingError, all_offenders, did_you_mean
+from shardc.ir.boundary import END, stage_boundary_p
 from shardc.ir.nested import NESTED
 from shardc.ir.program import Program
 from shardc.ir.walk import all_eqns
@@ -94,18 +95,23 @@ def is_number(x: Any) -> bool:
 
 
 @lru_cache(maxsize=256)
-def _is_flax(kind: type, names: tuple[str, ...]) -> bool:
-    return any(c.__name__ in names and c.__module__.partition(".")[0] == "flax" for c in kind.__mro__)
+def _is_of(package: str, kind: type, names: tuple[str, ...]) -> bool:
+    """Whether a type is, or derives from, one of these of a package that need not be installed."""
+    return any(c.__name__ in names and c.__module__.partition(".")[0] == package for c in kind.__mro__)
 
 
 def _is_box(kind: type) -> bool:
     """Whether a type is a variable of nnx, or a linen array's partitioning metadata."""
-    return _is_flax(kind, ("Variable", "AxisMetadata"))
+    return _is_of("flax", kind, ("Variable", "AxisMetadata"))
 
 
 def is_nnx(x: object) -> bool:
     """Whether `x` is a module, an optimizer or a variable of flax.nnx, which functions can write to."""
-    return _is_flax(type(x), ("Pytree", "Variable"))
+    return _is_of("flax", type(x), ("Pytree", "Variable"))
+
+
+def _is_equinox(x: object) -> bool:
+    return _is_of("equinox", type(x), ("Module",))
 
 
 def _name_of(fn: Callable[..., Any]) -> str:
@@ -238,6 +244,11 @@ _IMPORT_FLAX: Final = (
 )
 
 
+_IMPORT_EQUINOX: Final = (
+    "Import shardc.equinox and write shardc.equinox.function instead of shardc.function: it takes and returns modules."
+)
+
+
 def refuse_lost_writes(
     where: str, before: Mapping[str, Any], after: Mapping[str, Any], results: Sequence[Any], fix: str = _IMPORT_FLAX
 ) -> None:
@@ -291,6 +302,12 @@ def _with_mesh_in_context(make: Callable[..., Any], avals: Sequence[Any]) -> Any
     return make(*avals)
 
 
+def _boundary_in(jaxpr: compat.Jaxpr) -> str:
+    """The line of the user's first stage boundary in a traced function; empty if there is none."""
+    cuts = (e for e in all_eqns(jaxpr) if e.primitive is stage_boundary_p and e.params["cut"] != END)
+    return next(map(compat.source_line, cuts), "")
+
+
 def trace(
     arguments: Arguments, call: Call, marks: bool = False, replicate: Collection[str] = (), scans: Chunks = ()
 ) -> Program:
@@ -318,7 +335,9 @@ def trace(
             if not is_array(x)
         ]
         if bad:
-            raise ArgumentError(all_offenders(f"{arguments.where}: results that are no arrays", bad))
+            modules = any(map(_is_equinox, jax.tree.leaves(out, is_leaf=_is_equinox)))
+            text = all_offenders(f"{arguments.where}: results that are no arrays", bad)
+            raise ArgumentError(text + f"\n{_IMPORT_EQUINOX}" * modules)
         out_info[:] = [[path_text(p) for p, _ in pairs], tree]
         return [x for _, x in pairs]
 
@@ -359,6 +378,7 @@ def trace(
         call.tree,
         out_info[1],
         scans=scans,
+        boundary="" if marks else _boundary_in(closed.jaxpr),
         passed=(("canonicalize", jaxpr),),
     )
     return program.after("drop_zero_sums", drop_zero_sums(jaxpr))

@@ -98,7 +98,7 @@ def test_a_training_step_within_a_limit(name):
     want = jax.jit(step)(*state, batch)
     free = train_plan(step, state, batch, None)
     limit = int(0.9 * free.memory.peak)
-    f = train_function(step, limit)
+    f = train_function(step, f"{limit}B")
     compiled = f.compile(*state, batch)
     plan = f.plan(*state, batch)
     assert plan.memory.peak <= limit

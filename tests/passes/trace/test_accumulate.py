@@ -91,6 +91,9 @@ def test_in_axes():
     np.testing.assert_allclose(alone(y), (y * y).sum())
 
 
+WHOLE = "it has to be a whole number of 1 or more."
+
+
 @pytest.mark.parametrize(
     ("run", "message"),
     [
@@ -104,7 +107,10 @@ def test_in_axes():
         ),
         (lambda: accumulate(jnp.argmax, microbatches=2)(np.arange(4.0)), 'the result, i64.., is no float.*"sum", "sta'),
         (lambda: accumulate(lambda x: {"n": x}, microbatches=2)(np.arange(4)), "result n, i64.2., is no float"),
-        (lambda: accumulate(loss, microbatches=0), "microbatches=0; it has to be 1 or more"),
+        *(
+            (lambda m=m: accumulate(loss, microbatches=m), f"^accumulate: microbatches={m!r}; {WHOLE}$")
+            for m in (0, -1, 2.0, "4", None, True)
+        ),
         (lambda: accumulate(loss, microbatches=2, reduce="max")(*data()), "reduce='max'; it is one of mean, sum"),
         (lambda: accumulate(loss, microbatches=2, in_axes=(0,))(*data()), "in_axes has 1 entries.*called with 2"),
     ],

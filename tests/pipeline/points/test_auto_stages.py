@@ -246,8 +246,8 @@ def test_where_no_cut_fits_stages_recompute():
     free = plan("1GB")
     room = free.memory.peak // 4
     with pytest.raises(shardc.errors.StageMemoryError, match="no cut into 2 stages fits in memory"):
-        plan(room, recompute="none")
-    tight = plan(room)
+        plan(f"{room}B", recompute="none")
+    tight = plan(f"{room}B")
     assert "full" in tight.pipeline.recompute and "full" not in free.pipeline.recompute
     assert tight.memory.peak <= room
 
