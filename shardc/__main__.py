@@ -1,5 +1,6 @@
-"""The command line: `python -m shardc run ...` runs a script in several processes; `schedule` shows a pipeline's
-schedule, without devices; `calibrate` measures the devices of this machine; `passes` and `rules` list those."""
+"""The command line, `shardc` or `python -m shardc`: `run` runs a script in several processes; `doctor` checks this
+installation; `schedule` shows a pipeline's schedule, without devices; `calibrate` measures the devices of this machine;
+`passes` and `rules` list those."""
 
 from __future__ import annotations
 
@@ -36,8 +37,8 @@ from shardc.report.rules import rules_text
 from shardc.report.tables import WIDTH, Section, number_text, report_text
 from shardc.report.trace_file import write_trace
 from shardc.runtime.actor import Channel, Network
+from shardc.versions import VERSION
 
-_PROG: Final = "python -m shardc"
 _COLOURS: Final = (
     (r"(?<=[ |])\d*F\d+-*", "blue"),
     (r"(?<=[ |])\d*[BI]\d+-*", "green"),
@@ -68,14 +69,18 @@ class _Outcome:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line. Returns 0 on success, 1 for a schedule that deadlocks, 2 for invalid options."""
-    args = _parser().parse_args(argv)
+    parser = _parser()
+    args = parser.parse_args(argv)
+    if args.command is None:
+        parser.print_help()
+        return 2
     try:
         return args.run(args)
     except OSError as error:
         message = f"{error.filename}: {error.strerror}."
     except (ShardcError, UnicodeDecodeError) as error:
         message = str(error)
-    print(f"{_PROG} {args.command}: {message}", file=sys.stderr)
+    print(f"{parser.prog} {args.command}: {message}", file=sys.stderr)
     return 2
 
 
@@ -117,8 +122,10 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="python -m shardc", description="Tools of shardc.")
-    commands = parser.add_subparsers(required=True, dest="command", metavar="command", parser_class=_Parser)
+    called = "shardc" if Path(sys.argv[0]).stem == "shardc" else "python -m shardc"
+    parser = _Parser(prog=called, description="Tools of shardc.", epilog=f"{called} COMMAND --help explains a command.")
+    parser.add_argument("--version", action="version", version=f"shardc {VERSION}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands", parser_class=_Parser)
     add_run(commands).set_defaults(run=run_command)
     schedule = commands.add_parser(
         "schedule",

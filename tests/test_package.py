@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+import shardc
+
 ROOT = Path(__file__).parents[1]
 START_PAGE = """
 import sys
@@ -70,3 +72,8 @@ def test_the_wheel_has_every_file_of_the_package(installed: Path) -> None:
 
 def test_the_start_page_runs_from_an_empty_folder(installed: Path, tmp_path: Path) -> None:
     python("-c", START_PAGE, str(installed), cwd=tmp_path, first=[installed, ROOT])
+
+
+def test_the_command_runs_from_an_empty_folder(installed: Path, tmp_path: Path) -> None:
+    command = installed / "bin" / "shardc"
+    assert python(str(command), "--version", cwd=tmp_path, first=[installed]) == f"shardc {shardc.__version__}\n"
