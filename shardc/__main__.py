@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 from rich.console import Console
 from rich.text import Text
 
+from shardc.doctor import examine
 from shardc.errors import PipelineError, ShardcError
 from shardc.launch.options import add_run
 from shardc.launch.run import run_command
@@ -115,6 +116,12 @@ def _calibrate_command(args: argparse.Namespace) -> int:
     return 0
 
 
+def _doctor_command(args: argparse.Namespace) -> int:
+    text, problems = examine(args.calibration, args.wait)
+    print(text)
+    return 1 if problems else 0
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Exit with one line, without the usage text."""
@@ -160,6 +167,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--json", action="store_true", help="print one JSON object")
     schedule.set_defaults(run=_schedule_command)
     _add_calibrate(commands)
+    check = commands.add_parser("doctor", help="check this installation: versions, devices, environment")
+    check.add_argument("--calibration", metavar="FILE", help="check a file of calibrate too")
+    wait = "time that JAX has to start (default: 60)"
+    check.add_argument("--wait", type=_time, default=60.0, metavar="SECONDS", help=wait)
+    check.set_defaults(run=_doctor_command)
     passes = commands.add_parser("passes", help="list the passes in order: what each takes, gives and does")
     passes.set_defaults(run=lambda _: print(passes_text()) or 0)
     rules = commands.add_parser("rules", help="list the rules: for each primitive how it may be split, and the file")
