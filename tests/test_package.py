@@ -1,9 +1,11 @@
 """The sdist makes a wheel without a warning, and README's start page runs with that wheel from an empty folder."""
 
 import os
+import re
 import subprocess
 import sys
 import tarfile
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -77,3 +79,17 @@ def test_the_start_page_runs_from_an_empty_folder(installed: Path, tmp_path: Pat
 def test_the_command_runs_from_an_empty_folder(installed: Path, tmp_path: Path) -> None:
     command = installed / "bin" / "shardc"
     assert python(str(command), "--version", cwd=tmp_path, first=[installed]) == f"shardc {shardc.__version__}\n"
+
+
+def test_the_page_on_installing_has_every_extra_and_the_versions_of_the_locks() -> None:
+    page = (ROOT / "docs" / "install.md").read_text()
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)) == set(extras) - {"dev", "docs", "peers"}
+    rows = re.findall(r"^\| (3\.\d+) \| (.*) \|$", page, re.MULTILINE)
+    assert {f"python{version}.txt" for version, _ in rows} == {p.name for p in (ROOT / "locks").iterdir()}
+    for version, row in rows:
+        locked = dict(
+            re.findall(r"^([\w-]+)==(.*)$", (ROOT / "locks" / f"python{version}.txt").read_text(), re.MULTILINE)
+        )
+        names = ("jax", "numpy", "flax", "optax", "orbax-checkpoint", "equinox")
+        assert row.split(" | ")[:-1] == [locked[name] for name in names]
