@@ -59,10 +59,10 @@ class Finding:
 
 @dataclass(frozen=True)
 class Library:
-    """An installed library, or one that is missing.
+    """A library that is installed or could be.
 
     Attributes:
-      name, version: the version is empty if the library is missing.
+      name, version: the version is empty if it is not installed.
       least: the oldest version that shardc takes.
       extras: those that bring it; none for what shardc always needs.
     """
@@ -137,7 +137,7 @@ def _version_rows(libraries: Iterable[Library]) -> Sequence[Sequence[str]]:
         ("shardc", VERSION, f"in {Path(__file__).parent}"),
         ("jax", jax.__version__, f"tested: {OLDEST}.2 to {NEWEST}"),
         ("jaxlib", jaxlib.__version__, ""),
-        *((one.name, one.version or "missing", one.remark) for one in libraries),
+        *((one.name, one.version or "not installed", one.remark) for one in libraries),
     ]
 
 
