@@ -1,5 +1,6 @@
-"""The command line: `python -m shardc run ...` runs a script in several processes; `schedule` shows a pipeline's
-schedule, without devices; `calibrate` measures the devices of this machine; `passes` and `rules` list those."""
+"""The command line, `shardc` or `python -m shardc`: `run` runs a script in several processes; `doctor` checks this
+installation; `schedule` shows a pipeline's schedule, without devices; `calibrate` measures the devices of this machine;
+`passes` and `rules` list those."""
 
 from __future__ import annotations
 
@@ -18,6 +19,7 @@ from jax.sharding import Mesh
 from rich.console import Console
 from rich.text import Text
 
+from shardc.doctor import examine
 from shardc.errors import PipelineError, ShardcError
 from shardc.launch.options import add_run
 from shardc.launch.run import run_command
@@ -37,8 +39,8 @@ from shardc.report.rules import rules_text
 from shardc.report.tables import WIDTH, Section, number_text, report_text
 from shardc.report.trace_file import write_trace
 from shardc.runtime.actor import Channel, Network
+from shardc.versions import VERSION
 
-_PROG: Final = "python -m shardc"
 _BROKEN_PIPE: Final = 141
 """The exit code of a command that nobody reads any more, as a shell has it: 128 + SIGPIPE."""
 _COLOURS: Final = (
@@ -82,7 +84,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(argv: Sequence[str] | None) -> int:
-    args = _parser().parse_args(argv)
+    parser = _parser()
+    args = parser.parse_args(argv)
+    if args.command is None:
+        parser.print_help()
+        return 2
     try:
         return args.run(args)
     except BrokenPipeError:
@@ -91,7 +97,7 @@ def _main(argv: Sequence[str] | None) -> int:
         message = f"{error.filename}: {error.strerror}."
     except (ShardcError, UnicodeDecodeError) as error:
         message = str(error)
-    print(f"{_PROG} {args.command}: {message}", file=sys.stderr)
+    print(f"{parser.prog} {args.command}: {message}", file=sys.stderr)
     return 2
 
 
@@ -126,6 +132,12 @@ def _calibrate_command(args: argparse.Namespace) -> int:
     return 0
 
 
+def _doctor_command(args: argparse.Namespace) -> int:
+    text, problems = examine(args.calibration, args.wait)
+    print(text)
+    return 1 if problems else 0
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Exit with one line, without the usage text."""
@@ -133,8 +145,10 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="python -m shardc", description="Tools of shardc.")
-    commands = parser.add_subparsers(required=True, dest="command", metavar="command", parser_class=_Parser)
+    called = "shardc" if Path(sys.argv[0]).stem == "shardc" else "python -m shardc"
+    parser = _Parser(prog=called, description="Tools of shardc.", epilog=f"{called} COMMAND --help explains a command.")
+    parser.add_argument("--version", action="version", version=f"shardc {VERSION}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands", parser_class=_Parser)
     add_run(commands).set_defaults(run=run_command)
     schedule = commands.add_parser(
         "schedule",
@@ -169,6 +183,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--json", action="store_true", help="print one JSON object")
     schedule.set_defaults(run=_schedule_command)
     _add_calibrate(commands)
+    check = commands.add_parser("doctor", help="check this installation: versions, devices, environment")
+    check.add_argument("--calibration", metavar="FILE", help="check a file of calibrate too")
+    wait = "time that JAX has to start (default: 60)"
+    check.add_argument("--wait", type=_time, default=60.0, metavar="SECONDS", help=wait)
+    check.set_defaults(run=_doctor_command)
     passes = commands.add_parser("passes", help="list the passes in order: what each takes, gives and does")
     passes.set_defaults(run=lambda _: print(passes_text()) or 0)
     rules = commands.add_parser("rules", help="list the rules: for each primitive how it may be split, and the file")

@@ -11,6 +11,8 @@ VERSION: Final = "0.1.0"
 OLDEST: Final = "0.10"
 NEWEST: Final = "0.12.0.1"
 """The newest release in locks/."""
+PYTHONS: Final = ("3.11", "3.12", "3.13")
+"""The versions of Python that have a lock."""
 
 
 def check_jax(version: str) -> None:
@@ -22,12 +24,12 @@ def check_jax(version: str) -> None:
     Raises:
       ImportError: it is older than the oldest release that shardc runs on.
     """
-    if _numbers(version) < _numbers(OLDEST):
+    if version_numbers(version) < version_numbers(OLDEST):
         raise ImportError(
             f"shardc needs jax {OLDEST} or newer, and this is jax {version}; install a newer one: "
             f'pip install --upgrade "jax>={OLDEST}"'
         )
-    if _numbers(version) > _numbers(NEWEST):
+    if version_numbers(version) > version_numbers(NEWEST):
         warnings.warn(
             f"shardc is tested with jax {OLDEST}.2 to {NEWEST}, and this is jax {version}. If something fails, install "
             f'a tested release: pip install "jax=={NEWEST}"',
@@ -35,7 +37,7 @@ def check_jax(version: str) -> None:
         )
 
 
-def _numbers(version: str) -> tuple[int, ...]:
+def version_numbers(version: str) -> tuple[int, ...]:
     """`0.12.0.dev7+cpu --> (0, 12, 0)`."""
     release = re.match(r"\d+(\.\d+)*", version)
     return tuple(map(int, release[0].split("."))) if release else ()

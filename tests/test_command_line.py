@@ -5,6 +5,8 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +14,7 @@ from shardc.__main__ import main
 from shardc.pipeline.schedule.methods import METHODS, make_schedule
 from shardc.pipeline.schedule.schedule import Schedule
 from shardc.sbp.signature import rule_names
+from shardc.versions import VERSION
 
 
 def run(capsys, *arguments):
@@ -227,3 +230,36 @@ def test_a_reader_that_ends_early(command):
     )
     os.close(write)
     assert done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("called", "name"),
+    [("/usr/bin/shardc", "shardc"), (r"shardc.exe", "shardc"), ("/x/shardc/__main__.py", "python -m shardc")],
+)
+def test_usage_lines_have_the_name_by_which_it_was_called(capsys, monkeypatch, called, name):
+    monkeypatch.setattr(sys, "argv", [called])
+    for arguments in (["run", "--help"], ["schedule", "--help"]):
+        with pytest.raises(SystemExit):
+            main(arguments)
+        assert capsys.readouterr().out.startswith(f"usage: {name} {arguments[0]} [")
+    assert main(["schedule", "zbh1"]) == 2
+    assert capsys.readouterr().err.startswith(f"{name} schedule: ")
+
+
+def test_without_a_command_it_prints_its_help(capsys):
+    assert main([]) == 2
+    out, err = capsys.readouterr()
+    assert err == "" and out.startswith("usage: ")
+    commands = re.findall(r"^    (\w+)", out, re.MULTILINE)
+    assert commands == ["run", "schedule", "calibrate", "doctor", "passes", "rules"]
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["--version"])
+    assert (end.value.code, capsys.readouterr().out) == (0, f"shardc {VERSION}\n")
+
+
+def test_the_version_is_that_of_the_package():
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    assert (project["version"], project["scripts"]) == (VERSION, {"shardc": "shardc.__main__:main"})

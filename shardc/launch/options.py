@@ -71,7 +71,7 @@ def add_run(commands: Any) -> argparse.ArgumentParser:
     run = commands.add_parser(
         "run",
         help="run a script in several processes",
-        usage="python -m shardc run [options] [-m] script [arguments ...]",
+        usage="%(prog)s [options] [-m] script [arguments ...]",
         description="Runs the same script in several processes: on this machine, on hosts that ssh reaches, or under "
         "Slurm, Open MPI, Kubernetes or Ray.",
         epilog=_EPILOG,
