@@ -85,9 +85,9 @@ def _main(argv: Sequence[str] | None) -> int:
     args = _parser().parse_args(argv)
     try:
         return args.run(args)
-    except BrokenPipeError:
-        raise
     except OSError as error:
+        if isinstance(error, BrokenPipeError) and args.run is not run_command:  # a run has other pipes too
+            raise
         message = f"{error.filename}: {error.strerror}."
     except (ShardcError, UnicodeDecodeError) as error:
         message = str(error)
