@@ -91,9 +91,9 @@ def _main(argv: Sequence[str] | None) -> int:
         return 2
     try:
         return args.run(args)
-    except BrokenPipeError:
-        raise
     except OSError as error:
+        if isinstance(error, BrokenPipeError) and args.run is not run_command:  # a run has other pipes too
+            raise
         message = f"{error.filename}: {error.strerror}."
     except (ShardcError, UnicodeDecodeError) as error:
         message = str(error)

@@ -151,6 +151,10 @@ class Function:
         made._begin()
         return made
 
+    def __repr__(self) -> str:
+        ranks = f", a pipeline of {len(self._ranks)} ranks" if self._ranks is not None else ""
+        return f"Function({self._arguments.where} on {view(self.mesh)}{ranks})"
+
     # -- calls
 
     @compat.face

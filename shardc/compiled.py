@@ -51,6 +51,9 @@ class CompiledCall(Generic[ExecutableT, PlanT]):
         self.hlo = executable.hlo
         self.memory_stats = executable.memory_stats
 
+    def __repr__(self) -> str:
+        return repr(self.plan).replace(type(self.plan).__name__, type(self).__name__, 1)
+
     @compat.face
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         leaves, tree = jax.tree.flatten((args, kwargs))

@@ -79,6 +79,9 @@ class EquinoxFunction:
         self._fn, self._keywords = fn, keywords
         self._function: api.Function = api.function(of_arrays, **keywords)
 
+    def __repr__(self) -> str:
+        return f"Equinox{self._function!r}"
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = self._closed(args, kwargs)
         return _open(self._function(*args, **kwargs))
@@ -110,6 +113,9 @@ class EquinoxCompiled:
 
     def __init__(self, function: EquinoxFunction, compiled: api.AnyCompiled) -> None:
         self._function, self._compiled = function, compiled
+
+    def __repr__(self) -> str:
+        return f"Equinox{self._compiled!r}"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = self._function._closed(args, kwargs)  # pyright: ignore[reportPrivateUsage]

@@ -17,12 +17,12 @@ from typing import Any, Final, TypeAlias
 import jax
 from flax import linen, nnx
 from flax.core import spmd
-from jax.sharding import PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from shardc import api, compat
 from shardc.dataflow.round import traced_round
 from shardc.errors import ArgumentError, all_offenders
-from shardc.machine.mesh import AnyMesh
+from shardc.machine.mesh import AnyMesh, view
 from shardc.passes.trace.constants import has_hash, snapshot_of
 from shardc.passes.trace.microbatches import OPENERS
 from shardc.passes.trace.pins import is_leaf_spec
@@ -112,6 +112,10 @@ class FlaxFunction:
             )
         self._made: dict[Any, api.Function] = {}
         api.function(self._of_arrays(()), mesh=mesh, in_placements=in_placements, **keywords)  # refuses wrong names
+
+    def __repr__(self) -> str:
+        on = f" on {view(self._mesh)}" if isinstance(self._mesh, Mesh | AbstractMesh) else ""
+        return f"FlaxFunction({where_of(self._fn)}{on})"
 
     @compat.face
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -258,6 +262,9 @@ class FlaxCompiled:
 
     def __init__(self, function: FlaxFunction, compiled: api.AnyCompiled) -> None:
         self._function, self._compiled = function, compiled
+
+    def __repr__(self) -> str:
+        return f"Flax{self._compiled!r}"
 
     @compat.face
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

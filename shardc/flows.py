@@ -102,6 +102,9 @@ class Flow:
         self._plans: dict[Any, FlowPlan] = {}
         self._runs: dict[int, FlowRun] = {}
 
+    def __repr__(self) -> str:
+        return f"Flow({self.where})"
+
     # -- plan
 
     @compat.face

@@ -54,6 +54,10 @@ class Candidate:
     capacity: int = 0
     problem: str = ""
 
+    def __repr__(self) -> str:
+        does = self.problem or f"{seconds_text(self.seconds)}{'' if self.fits else ', does not fit in memory'}"
+        return f"Candidate({mesh_text(self, schedule=True)}: {does})"
+
     @property
     def fits(self) -> bool:
         """Whether there is a plan, and each device has the memory for it."""
@@ -103,6 +107,11 @@ class Tuning:
 
     def __str__(self) -> str:
         return self.explain()
+
+    def __repr__(self) -> str:
+        count = number_text(len(self.candidates), "candidate")
+        first = f", the first {self.candidates[0]!r}" if self.candidates else ""
+        return f"Tuning({self.name} on {self.where}: {count}{first})"
 
 
 def tuning_text(tuning: Tuning, count: int = 10) -> str:

@@ -85,6 +85,11 @@ class Audit:
         head = f"{name}: {_summary(self.surprises)} not in the plan of {_summary(self.planned)}{added}"
         return "\n".join([head, *_table(self)])
 
+    def __repr__(self) -> str:
+        """The first line of the text."""
+        first = str(self).splitlines()[0]
+        return f"Audit({first.removeprefix('audit').removeprefix(': ').strip()})"
+
 
 def audit(planned: Sequence[Collective], hlo: str, axes: Mapping[str, int], platform: str = "cpu") -> Audit:
     """Compares planned collectives with those of a compiled program.
