@@ -55,7 +55,7 @@ WARNED = [
 ]
 
 
-@pytest.mark.parametrize(("fn", "w"), WARNED, ids=str)
+@pytest.mark.parametrize(("fn", "w"), WARNED, ids=["two leaves", "one leaf", "an array", "a list", "no other result"])
 def test_state_that_is_not_donated(mesh, fn, w):
     """Whether it has one leaf or several."""
     (text,) = said(fn, w, SMALL, mesh=mesh)
