@@ -21,7 +21,7 @@ def refuse_gone(what: str, arrays: Iterable[tuple[str, Any]]) -> None:
     gone = [path for path, x in arrays if _is_gone(x)]
     if gone:
         does = "an earlier call took its buffer; pass that call's result instead."
-        raise GoneError(all_offenders(what, [f"{path or 'the array'}: {does}" for path in gone]))
+        raise GoneError(all_offenders(what, [f"{path or 'the array'}: {does}" for path in gone])) from None
 
 
 def _is_gone(x: Any) -> bool:

@@ -47,7 +47,7 @@ def gone(mesh):
 def text_of(call, *args):
     with pytest.raises(GoneError) as caught:
         call(*args)
-    assert isinstance(caught.value, shardc.ArgumentError) and caught.value.__cause__ is None
+    assert isinstance(caught.value, shardc.ArgumentError) and caught.value.__suppress_context__
     return str(caught.value)
 
 
