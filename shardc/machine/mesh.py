@@ -111,14 +111,14 @@ def parse_bytes(text: str | int | float) -> int:
 
 
 def _memory(hbm: str | int) -> int:
-    """The bytes of `hbm=`. A number below 1 MB has lost its unit: no device is so small.
+    """The bytes of `hbm=`. A number below 10 kB has lost its unit: no plan fits in so little.
 
     Raises:
-      MeshError: it is no amount, or one without a unit below 1 MB.
+      MeshError: it is no amount, or one without a unit below 10 kB.
     """
     unit = isinstance(hbm, str) and not hbm.strip().isdecimal()
     found = parse_bytes(hbm)
-    if unit or found >= 10**6:
+    if unit or found >= 10**4:
         return found
     raise MeshError(
         f'hbm={hbm!r} is read as bytes, and a device has more; write the unit: hbm="{found}GB", or hbm="{found}B" if '
@@ -145,7 +145,7 @@ def make_mesh(
         network), `"v5e:16x16x2"` (two slices); or a file of `python -m shardc calibrate`, whose name ends in `.json`.
         The last axis of the mesh lies along neighbours of the first dimension.
       calibration: such a file, to plan for the present devices with their measured figures.
-      hbm: memory of a device, as `"95GB"` or, from 1 MB on, in bytes; overrides the topology's. JAX has one mesh object
+      hbm: memory of a device, as `"95GB"` or, from 10 kB on, in bytes; overrides the topology's. JAX has one mesh object
         for equal axes over the same devices: `calibration` and `hbm` of the last call hold for functions that are made
         after it.
       **axes: name and size of each axis, outermost first. One size may be -1: as many devices as there are.

@@ -145,7 +145,7 @@ NEEDS = "A mesh needs a positive number of devices for each axis, got"
                 f'hbm={hbm!r} is read as bytes, and a device has more; write the unit: hbm="{int(hbm)}GB", or '
                 f'hbm="{int(hbm)}B" if so few are meant.',
             )
-            for hbm in (80, "80", " 80 ", 999_999, 0)
+            for hbm in (80, "80", " 80 ", 9_999, 0)
         ),
         *(
             (
