@@ -81,7 +81,7 @@ class Library:
 
 @dataclass(frozen=True)
 class Devices:
-    """What JAX finds in a process of its own.
+    """The devices that JAX finds in a process of its own.
 
     Attributes:
       platform, kind, count: of its default devices; no platform if the backend does not start.

@@ -1,4 +1,4 @@
-"""What a process does, as the system knows it: a process that computes with Python's lock gives no sign of life."""
+"""The activity of a process, as the system knows it. One that computes with Python's lock gives no sign of life."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ class RemoteProcess:
         self.host = ""
         """The name of the agent's host."""
         self.status: Callable[[], str] = str
-        """Gives the text of the agent's last sign of life, what its process does; empty if that is long ago."""
+        """Gives the activity of the process, from the agent's last sign of life; empty if that is long ago."""
         self._notify, self._events, self._screen = notify, events, screen
         self._here, self._ended = threading.Event(), threading.Event()
         self._ended.set()
@@ -307,7 +307,7 @@ def _connect_again(post: Post, options: RunOptions, events: SimpleQueue[Event]) 
         try:
             return _connect(post, options, events, _TRY_SECONDS)
         except ClusterError as error:
-            refused += isinstance(error.__cause__, ConnectionRefusedError)
+            refused = refused + 1 if isinstance(error.__cause__, ConnectionRefusedError) else 0
     return None
 
 

@@ -77,7 +77,7 @@ class ProcessHandle(Protocol):
         ...
 
     def activity(self) -> str:
-        """What it does: `Activity.look`. To be called about every second."""
+        """The activity of the process, as `Activity.look` gives it. To be called about every second."""
         ...
 
 

@@ -201,7 +201,7 @@ class Cluster:
                 threading.Thread(target=self.on_wrong, args=(error,), name="shardc error", daemon=True).start()
 
     def error_of(self, calls: Sequence[Gathering]) -> ClusterError | None:
-        """What is wrong with the first of these calls for which that is known. Waits for nothing."""
+        """The error of the first of these calls that is known to be wrong; None if none is. Waits for nothing."""
         try:
             with self._changed:
                 for call in calls:
@@ -212,7 +212,7 @@ class Cluster:
         return None
 
     def error_within(self, seconds: float) -> ClusterError | None:
-        """What is wrong with a call that is not finished here, if that is known in these seconds."""
+        """The error of an unfinished call, if it is known within these seconds; else None."""
         with self._changed:
             calls = list(self._gathering.values())
             known = self._changed.wait_for(lambda: self.error_of(calls) or all(c.is_complete for c in calls), seconds)
@@ -421,7 +421,7 @@ class Cluster:
         return call
 
     def _due(self, call: Gathering, early: bool = False) -> list[tuple[Link, Frame]]:
-        """What is to be sent now in a gathering, if it is one of this epoch."""
+        """The frames that a gathering of this epoch has to send now, each with its link."""
         with self._changed:
             if self._gathering.get(call.key) is not call:
                 return []

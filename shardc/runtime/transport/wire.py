@@ -48,7 +48,7 @@ _log: Final = logging.getLogger("shardc")
 
 
 class Hello(NamedTuple):
-    """What a dialer says first: its number (`store` has those of agents), and its epoch."""
+    """The first message of a dialer: its number (`store` has those of agents), and its epoch."""
 
     process: int
     epoch: int = 0
