@@ -145,9 +145,9 @@ def make_mesh(
         network), `"v5e:16x16x2"` (two slices); or a file of `python -m shardc calibrate`, whose name ends in `.json`.
         The last axis of the mesh lies along neighbours of the first dimension.
       calibration: such a file, to plan for the present devices with their measured figures.
-      hbm: memory of a device, as `"95GB"` or, from 10 kB on, in bytes; overrides the topology's. JAX has one mesh object
-        for equal axes over the same devices: `calibration` and `hbm` of the last call hold for functions that are made
-        after it.
+      hbm: memory of a device, as `"95GB"` or, from 10 kB on, in bytes; overrides the topology's. JAX has one mesh
+        object for equal axes over the same devices: `calibration` and `hbm` of the last call hold for functions that
+        are made after it.
       **axes: name and size of each axis, outermost first. One size may be -1: as many devices as there are.
 
     Returns:
