@@ -185,12 +185,16 @@ class Middle:
             t.start()
 
     def _pass(self, source, to):
-        with suppress(OSError):
+        with suppress(OSError):  # an end that closes with bytes unread resets its connection
             while data := source.recv(1 << 16):
                 to.sendall(self.change(data) if source is self._ends[0] else data)
+        with suppress(OSError):
             to.shutdown(socket.SHUT_WR)
 
-    def close(self):
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
         for t in self._threads:
             t.join(5)
         for sock in self._ends:
@@ -214,8 +218,11 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_what_is_changed_on_its_way_loses_the_peer_and_is_not_believed(change):
-    middle = Middle()
-    with connected(sockets=(middle.left, middle.right)) as ends, link_pair(sockets=ends) as (a, b):
+    with (
+        Middle() as middle,
+        connected(sockets=(middle.left, middle.right)) as ends,
+        link_pair(sockets=ends) as (a, b),
+    ):
         a.send_tagged("x", (b"first", ()))
         assert b.receive_tagged("x", 5.0)[0] == b"first"
         middle.change = change
@@ -227,14 +234,12 @@ def test_what_is_changed_on_its_way_loses_the_peer_and_is_not_believed(change):
                 got.append(b.receive_tagged("x", 5.0)[0])
         assert got in ([], [b"second"][: change is CHANGES["a replay"]])
         until(lambda: a.lost)
-    middle.close()
 
 
 @pytest.mark.parametrize("at", [0, 5, 60, 200])
 def test_a_handshake_that_is_changed_is_none(at):
-    middle = Middle()
-    middle.change = flip(at)
-    with pair(sockets=(middle.left, middle.right)) as (dialer, listener):
+    with Middle() as middle, pair(sockets=(middle.left, middle.right)) as (dialer, listener):
+        middle.change = flip(at)
 
         def end(sock):
             with pytest.raises(OSError):
@@ -249,4 +254,3 @@ def test_a_handshake_that_is_changed_is_none(at):
         for t in threads:
             t.join(10)
             assert not t.is_alive()
-    middle.close()
