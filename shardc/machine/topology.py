@@ -14,6 +14,11 @@ Sources of the figures, by the letter beside them:
       2.7 us between hosts.
   [M] Measured here: `python -m shardc calibrate` on fake devices of XLA:CPU; the sizes that XLA:TPU combines, from
       programs compiled ahead of time for v5p: 25 MiB were combined, 31.5 MiB were not (libtpu 0.0.50.1).
+  [H] Host links and host memory of a device. TPUs: 15 GB/s over PCIe in [B] (its question on v6e; taken for all); the
+      memory of Google Cloud's machine types of whole hosts (ct4p-hightpu-4t 407 GB, ct5lp-hightpu-4t 192,
+      ct5p-hightpu-4t 448, ct6e-standard-4t 720), shared by their chips. GPUs: PCIe of 16 lanes one way, 64 GB/s in
+      generation 5, and 2 TB for 8 GPUs (DGX H100, H200, B200); NVLink-C2C, 450 GB/s one way and 480 GB (GH200), which
+      two GPUs share in GB200. The figures of the links are peaks.
   [X] Defaults of XLA:GPU's flags xla_gpu_all_reduce_combine_threshold_bytes and those of other kinds.
   [G] Guessed here: no source.
 """
@@ -118,6 +123,8 @@ class Topology:
         placements are chosen.
       combined: by kind of collective, the most bytes that the compiler combines into one, which starts once. Only
         collectives along the same axes that do not wait for each other are combined. Other kinds start one by one.
+      host_bandwidth: bytes/s one way between the device and the memory of its host; 0: unknown, nothing can live there.
+      host_memory: bytes of it for each device.
     """
 
     kind: str
@@ -134,6 +141,8 @@ class Topology:
     together: tuple[tuple[str, float], ...] = ()
     cached: bool = False
     combined: tuple[tuple[str, float], ...] = ()
+    host_bandwidth: float = 0.0
+    host_memory: int = 0
 
     def fabric(self, dim: int) -> Fabric:
         return self.fabrics[min(dim, len(self.fabrics) - 1)]
@@ -169,11 +178,13 @@ def _hops(span: AxisSpan) -> int:
 
 
 class _Chip(NamedTuple):
-    """A chip: operations/s in bfloat16, bytes/s of its memory, GB of memory, operations/s in other types."""
+    """A chip: operations/s in bfloat16, bytes/s of its memory, GB of memory, GB of its host's memory, operations/s in
+    other types."""
 
     flops: float
     memory: float
     hbm: int
+    host: int
     rates: tuple[tuple[str, float], ...] = ()
 
 
@@ -187,15 +198,16 @@ def _tpu(kind: str, chip: _Chip, link: float, pod: tuple[int, ...]) -> Topology:
     combined = (("all_reduce", 30.0 * MiB),)  # [M]
     return Topology(
         kind, chip.flops, chip.memory, chip.hbm * GB, 1e-6, fabrics, chip.rates, pod=pod, together=most,
-        combined=combined,
+        combined=combined, host_bandwidth=1.5e10, host_memory=chip.host * GB,
     )  # fmt: skip
 
 
-def _gpu(kind: str, chip: _Chip, *fabrics: Fabric) -> Topology:
-    """[A, X] The fabrics are of one tier each, the fastest first."""
+def _gpu(kind: str, chip: _Chip, *fabrics: Fabric, host: float = 6.4e10) -> Topology:
+    """[A, X] The fabrics are of one tier each, the fastest first. `host`: bytes/s to the host's memory."""
     combined = tuple((kind, 30.0 * MiB) for kind in ("all_reduce", "all_gather", "reduce_scatter"))  # [X]
     return Topology(
-        kind, chip.flops, chip.memory, chip.hbm * GB, 6.6e-6, fabrics, chip.rates, combined=combined
+        kind, chip.flops, chip.memory, chip.hbm * GB, 6.6e-6, fabrics, chip.rates, combined=combined,
+        host_bandwidth=host, host_memory=chip.host * GB,
     )  # fmt: skip
 
 
@@ -220,17 +232,22 @@ TOPOLOGIES: Final[Mapping[str, Topology]] = MappingProxyType(
     {
         t.kind: t
         for t in (
-            # [M] Fake devices of one host share its cores and memory: 8 devices on 2 cores.
+            # [M] Fake devices of one host share its cores and memory: 8 devices on 2 cores. A copy to the host's memory
+            # reads and writes the same memory.
             Topology("cpu", 1e10, 4e9, 4 * GB, 1e-4, (Fabric("switch", 6e8, 2e-7),), overlaps=False, cached=True,
-                     combined=(("all_reduce", ANY),)),
-            _tpu("v4", _Chip(2.75e14, 1.2e12, 32), 4.5e10, (16, 16, 16)),
-            _tpu("v5e", _Chip(1.97e14, 8.1e11, 16, (("int8", 3.94e14),)), 4.5e10, (16, 16)),
-            _tpu("v5p", _Chip(4.59e14, 2.8e12, 95, (("int8", 9.18e14),)), 9e10, (16, 20, 28)),
-            _tpu("v6e", _Chip(9.2e14, 1.6e12, 32, (("int8", 1.84e15),)), 9e10, (16, 16)),
-            _gpu("h100", _Chip(9.89e14, 3.35e12, 80, _HOPPER), _nvlink(3.2e11, 8), _INFINIBAND),
-            _gpu("h200", _Chip(9.89e14, 4.8e12, 141, _HOPPER), _nvlink(3.2e11, 8), _INFINIBAND),
+                     combined=(("all_reduce", ANY),), host_bandwidth=2e9, host_memory=16 * GB),
+            _tpu("v4", _Chip(2.75e14, 1.2e12, 32, 100), 4.5e10, (16, 16, 16)),
+            _tpu("v5e", _Chip(1.97e14, 8.1e11, 16, 48, (("int8", 3.94e14),)), 4.5e10, (16, 16)),
+            _tpu("v5p", _Chip(4.59e14, 2.8e12, 95, 112, (("int8", 9.18e14),)), 9e10, (16, 20, 28)),
+            _tpu("v6e", _Chip(9.2e14, 1.6e12, 32, 180, (("int8", 1.84e15),)), 9e10, (16, 16)),
+            _gpu("h100", _Chip(9.89e14, 3.35e12, 80, 256, _HOPPER), _nvlink(3.2e11, 8), _INFINIBAND),
+            # [N] One GPU with a Grace CPU of its own; NVL32 joins 32 of them.
+            _gpu("gh200", _Chip(9.89e14, 4e12, 96, 480, _HOPPER), _nvlink(3.2e11, 32), _INFINIBAND, host=4.5e11),
+            _gpu("h200", _Chip(9.89e14, 4.8e12, 141, 256, _HOPPER), _nvlink(3.2e11, 8), _INFINIBAND),
+            # [N] Two GPUs with one Grace CPU.
+            _gpu("gb200", _Chip(2.5e15, 8e12, 186, 240, _BLACKWELL), _nvlink(6.4e11, 72), _INFINIBAND, host=2.25e11),
             # NVLink is 900 GB/s one way; the share reached is assumed to be that of H100. A rack of GB200 has 72 GPUs.
-            _gpu("b200", _Chip(2.25e15, 8e12, 180, _BLACKWELL), _nvlink(6.4e11, 72), _INFINIBAND),
+            _gpu("b200", _Chip(2.25e15, 8e12, 180, 256, _BLACKWELL), _nvlink(6.4e11, 72), _INFINIBAND),
         )
     }
 )  # fmt: skip
@@ -399,13 +416,15 @@ def topology_from_json(text: str, where: str = "The topology") -> Topology:
         raise MeshError(f'{where}: "shape" must be a list of positive whole numbers, not {shape!r}.')
     numbers = [_positive(data, name, where) for name in ("flops", "memory_bandwidth", "hbm")]
     launch = _positive(data, "launch", where, least=0.0)
+    host = [_positive({k: data.get(k, 0)}, k, where, least=0.0) for k in ("host_bandwidth", "host_memory")]
     flags = {"overlaps": data.get("overlaps", True), "cached": data.get("cached", False)}
     for name, flag in flags.items():
         if not isinstance(flag, bool):
             raise MeshError(f'{where}: "{name}" must be true or false, not {flag!r}.')
     return Topology(
         kind, numbers[0], numbers[1], int(numbers[2]), launch, read, _rates(data, where), tuple(cast(list[int], shape)),
-        together=_rates(data, where, "together"), combined=_rates(data, where, "combined"), **flags,
+        together=_rates(data, where, "together"), combined=_rates(data, where, "combined"),
+        host_bandwidth=host[0], host_memory=int(host[1]), **flags,
     )  # fmt: skip
 
 
