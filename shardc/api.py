@@ -531,7 +531,7 @@ def function(  # noqa: PLR0913  # a public face
 def _checked_offload(offload: str | Sequence[str], pipeline: Pipeline | None) -> Offload:
     found: Offload = "auto" if offload == "auto" else "never"
     if offload not in ("never", "auto"):
-        found = () if isinstance(offload, str) else tuple(offload)
+        found = tuple(offload) if isinstance(offload, list | tuple) else ()
         if not found or not all(isinstance(p, str) for p in found):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ArgumentError(
                 f'offload={offload!r}: write "never", "auto", or a list of patterns of paths, ["opt_state/*"].'

@@ -246,7 +246,24 @@ class Executable:
         ]
         if wrong:
             raise OtherCallError(all_offenders(f"{plan.program.name}: not the call that was compiled:", wrong))
-        return self.launch([self.enter(i, x) for i, x in enumerate(leaves)])
+        args = [self.enter(i, x) for i, x in enumerate(leaves)]
+        self._drop_moved(leaves, args)
+        return self.launch(args)
+
+    def _drop_moved(self, leaves: Sequence[Any], args: Sequence[Any]) -> None:
+        """Delete donated arrays that were copied to another memory, so that they take no memory while the plan runs."""
+        times = Counter(map(id, leaves))
+        for i in () if looks_for_nans() else self._donated:
+            x = leaves[i] if i < len(leaves) else None
+            if (
+                isinstance(x, jax.Array)
+                and x.committed
+                and times[id(x)] == 1
+                and _memory_kind(x) != _memory_kind(args[i])
+            ):
+                _ = self.compiled  # a plan that cannot be compiled takes nothing
+                jax.block_until_ready(args[i])
+                x.delete()
 
     def launch(self, args: Sequence[Any]) -> list[Any]:
         """Run the plan on physical arrays."""
@@ -439,6 +456,10 @@ def _holds(kind: str, x: jax.Array) -> bool:
         return False
     look = jax.numpy.isnan if kind == "nan" else jax.numpy.isinf
     return any(bool(look(shard.data).any()) for shard in x.addressable_shards)
+
+
+def _memory_kind(x: Any) -> str | None:
+    return (x.physical if is_placed(x) else x).sharding.memory_kind
 
 
 def _shardings(mesh: Mesh, placements: Sequence[Placement], on_host: Collection[int]) -> list[NamedSharding]:

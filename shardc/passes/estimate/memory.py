@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from shardc import compat
 from shardc.compat import Eqn, Jaxpr, Var
 from shardc.ir.box import Boxed
-from shardc.ir.nested import bodies_of
-from shardc.ir.walk import bytes_of, local_bytes, operation_of, setting_of
+from shardc.ir.nested import NESTED, bodies_of
+from shardc.ir.walk import all_eqns, bytes_of, local_bytes, operation_of, setting_of
 from shardc.passes.estimate.backend import GPU, TPU, Backend
 from shardc.passes.estimate.live_ranges import LiveRanges, Product, live_ranges
 from shardc.passes.estimate.sizes import allotted_bytes, piece_bytes, table_bytes
@@ -171,8 +171,11 @@ def profile_boxed(boxed: Boxed, sizes: AxisSizes, ties: Mapping[int, int], backe
     if not boxed.host:
         return found
 
+    stacks = {v for e in all_eqns(boxed.jaxpr) if e.primitive.name in NESTED for v in e.outvars}
+    whole = boxed.host & {*boxed.jaxpr.invars, *compat.variables(boxed.jaxpr.outvars), *stacks}  # rows are in stacks
+
     def on_host(v: Var) -> int:
-        return local_bytes(v, boxed.placements[v], sizes) if v in boxed.host else 0
+        return local_bytes(v, boxed.placements[v], sizes) if v in whole else 0
 
     held = int(found.live_ranges.live(on_host).max())
     return replace(found, memory=replace(found.memory, host=held))
