@@ -136,6 +136,7 @@ def function(  # noqa: PLR0913  # a public face
     pipeline: Pipeline | None = None,
     plan: str | PathLike[str] | SavedPlan | None = None,
     replicate: str | Sequence[str] = (),
+    offload: str | Sequence[str] = "never",
 ) -> Any:
     """`shardc.function` for functions of equinox modules, as `equinox.filter_jit` is `jax.jit` for them.
 
@@ -146,8 +147,8 @@ def function(  # noqa: PLR0913  # a public face
     Args:
       fn: the function.
       mesh: as for `shardc.function`. With None the result is `fn` itself.
-      in_placements, out_placements, donate_argnames, static_argnames, pipeline, plan, replicate: as for
-        `shardc.function`.
+      in_placements, out_placements, donate_argnames, static_argnames, pipeline, plan, replicate, offload: as
+        for `shardc.function`.
 
     Returns:
       A `EquinoxFunction`: called like `fn`, with `.plan(...)` and `.compile(...)`.
@@ -160,7 +161,7 @@ def function(  # noqa: PLR0913  # a public face
         keywords = {
             "mesh": mesh, "in_placements": in_placements, "out_placements": out_placements,
             "donate_argnames": donate_argnames, "static_argnames": static_argnames, "pipeline": pipeline,
-            "plan": plan, "replicate": replicate,
+            "plan": plan, "replicate": replicate, "offload": offload,
         }  # fmt: skip
         made = EquinoxFunction(fn, keywords)
         return fn if api.is_one_device(mesh, pipeline) else made
