@@ -382,17 +382,19 @@ class Executable:
     def _run_and_look(self, args: Sequence[Any]) -> tuple[list[Any], str]:
         """The results, and a text if there is a NaN or an infinity in them, in all processes."""
         group = group_of_mesh(self.mesh)
-        if group is None:
+        if group is None and not self.plan.boxed.host:
             try:
                 return self._keeping(*args), ""
             except FloatingPointError as error:
                 return [], str(error)
-        # JAX's own check runs the collectives again, in those processes alone that hold the NaN
+        # JAX's own check runs the collectives again, in those processes alone that hold the NaN; and it runs a move
+        # between memories again and again
         with jax.debug_nans(False), jax.debug_infs(False):
             found = self._keeping(*args)
         kinds = [kind for kind, wanted in zip(("nan", "inf"), _looked_for(), strict=True) if wanted]
         here = next((k for k in kinds if any(map(functools.partial(_holds, k), found))), "")
-        said = group.gather(f"{self.plan.program.name}, looking for NaN", {"kind": here})
+        what = f"{self.plan.program.name}, looking for NaN"
+        said = [{"kind": here}] if group is None else group.gather(what, {"kind": here})
         kind = next((each["kind"] for each in said if each["kind"]), "")
         return found, f"invalid value ({kind}) encountered in {self.plan.program.name}" if kind else ""
 

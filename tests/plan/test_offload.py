@@ -1,11 +1,14 @@
 """Programs with values in the memory of the host: what one device computes, call after call, and what the plan says."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import shardc
+from examples import llama
 from shardc import S
 from shardc.errors import ArgumentError, PipelineError
 
@@ -220,3 +223,46 @@ def test_options_that_mean_nothing():
         shardc.function(step, mesh=mesh, offload=["optstate/*"]).plan(*init(), batch())
     with pytest.raises(PipelineError, match="keep all values on their devices"):
         shardc.function(step, mesh=shardc.make_mesh(pipe=2), pipeline=shardc.Pipeline(), offload="auto")
+
+
+def test_a_nan_is_named_though_state_is_on_the_host():
+    f = shardc.function(
+        step, mesh=shardc.make_mesh(data=2, model=4), donate_argnames=DONATED, offload=["opt_state/*"],
+        in_placements={"params": {"model": S(2)}, "opt_state": shardc.rules({"*u/*": {"model": S(1)}})},
+    )  # fmt: skip
+    params, state = init()
+    params["up"][0, 0, 0] = np.nan
+    with jax.debug_nans(True), pytest.raises(FloatingPointError, match="encountered in dot_general at"):
+        f(params, state, batch())
+    params, state = init()
+    with jax.debug_nans(True):
+        params, state, _ = f(params, state, batch())
+        params, state, _ = f(params, state, batch())
+    assert kind(state["mu"]["up"]) == "pinned_host"
+
+
+def test_llama_fits_with_its_state_on_the_host():
+    config = replace(llama.CONFIGS["test"], scan_layers=True)
+    make, step = llama.make_step(config)
+    k, state = np.random.default_rng(0), jax.tree.map(np.asarray, make(jax.random.key(0)))
+    rows = {name: k.integers(0, config.vocab, (8, config.seq)) for name in ("inputs", "targets")}
+    pins = {"batch": {"data": S(0)}, "params": {}, "opt_state": {}}
+
+    def on(offload, hbm="4GB"):
+        mesh = shardc.make_mesh(data=4, hbm=hbm)
+        return shardc.function(
+            step, mesh=mesh, in_placements=pins, donate_argnames=("params", "opt_state"), offload=offload
+        )
+
+    limit = int(0.75 * on("never").plan(*state, rows).memory.peak)
+    with pytest.raises(shardc.MemoryLimitError, match="It fits with offload"):
+        on("never", limit).plan(*state, rows)
+    f = on("auto", limit)
+    plan = f.plan(*state, rows)
+    assert plan.memory.peak <= limit and plan.host_inputs
+    found, expected = state, state
+    for _ in range(3):
+        *found, value = f(*found, rows)
+        *expected, one_value = jax.jit(step)(*expected, rows)
+        assert float(value) == pytest.approx(float(one_value), rel=1e-10)
+    same(found, expected)
