@@ -1,4 +1,4 @@
-"""`python -m shardc schedule` and `rules`: what a person sees, what a program reads, and how it says no."""
+"""The command line as a whole, and `schedule`: what a person sees, what a program reads, and how it says no."""
 
 import json
 import os
@@ -219,7 +219,15 @@ def test_one_clear_line_for_options_that_cannot_be(capsys, options, says):
 
 
 @pytest.mark.parametrize(
-    "command", ["schedule gpipe --stages 8 --microbatches 64", "schedule gpipe --json", "passes", "rules", "--help"]
+    "command",
+    [
+        "schedule gpipe --stages 8 --microbatches 64",
+        "schedule gpipe --json",
+        "passes",
+        "rules",
+        "--help",
+        f"explain {Path(__file__).parent / 'commands' / 'scripts' / 'flow.py'}",
+    ],
 )
 def test_a_reader_that_ends_early(command):
     """As `| head -1`: no traceback, no text."""

@@ -1,15 +1,18 @@
 """`shardc plan`, `explain`, `why`, `show`, `diff`, `report`, `tune`: what methods print, folded to the terminal."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 import shardc
 from shardc.__main__ import main
+from shardc.__main__ import shardc as shardc_command
 from shardc.plans import PlanFace
 from tests.commands.test_source import MLP, SCRIPTS
 
+ROOT = Path(__file__).parents[2]
 PIPELINE, FLOW, MODULES = (SCRIPTS / f"{name}.py" for name in ("pipeline", "flow", "modules"))
 
 
@@ -146,3 +149,21 @@ def test_everything_is_folded(run, monkeypatch, words, width):
 def test_in_a_pipe_a_schedule_is_120_wide_and_a_report_as_wide_as_it_is(run):
     assert max(map(len, run("schedule", "gpipe", "--stages", "64").splitlines())) <= 120
     assert max(map(len, run("explain", MLP).splitlines())) > 120
+
+
+def test_the_page_shows_what_is_printed(run, monkeypatch, tmp_path):
+    """The blocks of docs/command-line.md, of which one may end in dots; the tests have the devices that it asks for."""
+    page = (ROOT / "docs" / "command-line.md").read_text("utf-8")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0])
+    blocks = re.findall(r"```console\n\$ shardc ([^\n]*)\n(.*?)```", page, re.DOTALL)
+    assert len(blocks) == 6
+    for words, printed in blocks:
+        out = run(*words.replace(" --devices 8", "").split())
+        beginning, dots, _ = printed.partition("...\n")
+        assert out.startswith(beginning) if dots else out == printed, words
+
+
+def test_every_command_is_on_the_page():
+    page = (ROOT / "docs" / "command-line.md").read_text("utf-8")
+    assert [name for name in shardc_command.list_commands(None) if f"`{name}`" not in page] == []
