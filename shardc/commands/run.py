@@ -8,7 +8,6 @@ from typing import Any, Final
 import click
 
 from shardc.commands import values
-from shardc.commands.source import refuse_missing
 from shardc.errors import ClusterError
 from shardc.launch.job import Script
 from shardc.launch.options import RunOptions
@@ -85,8 +84,9 @@ def run_command(
     """Run the same script in several processes: on this machine, on hosts that ssh reaches, or under Slurm, Open MPI,
     Kubernetes or Ray."""
     least, most = processes or (None, None)
-    refuse_missing(script, module)
-    made = RunOptions(Script(script, arguments, module, devices), most, least, **options)
+    program = Script(script, arguments, module, devices)
+    program.refuse_missing()
+    made = RunOptions(program, most, least, **options)
     if made.log:
         made.log.mkdir(mode=0o700, parents=True, exist_ok=True)
     if made.secret and not made.secret.is_file():

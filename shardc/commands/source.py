@@ -13,7 +13,6 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from functools import wraps
-from pathlib import Path
 from typing import Any, Final, Generic, TypeVar
 
 import click
@@ -30,13 +29,6 @@ from shardc.machine.mesh import make_mesh, view
 from shardc.plan.saved_plan import SavedPlan, load_plan
 
 T = TypeVar("T")
-
-
-def refuse_missing(script: str, module: bool) -> None:
-    """Raise ArgumentError if there is no such file; modules are looked for when they are run."""
-    if not module and not Path(script).exists():
-        hint = f" Or is it a module: -m {script}?" if "/" not in script and "." not in script else ""
-        raise ArgumentError(f"there is no script {script}.{hint}")
 
 
 @dataclass(frozen=True)
@@ -76,7 +68,7 @@ class Source:
           ShardcError: of `use`.
         """
         if self._is_saved:
-            refuse_missing(self.text, self.module)
+            Script(self.text).refuse_missing()
             raise ArgumentError(
                 f"{self.text} is a saved plan: it says where values live, and this needs the program too; give the "
                 "script, as train.py:step."
@@ -84,8 +76,8 @@ class Source:
         script, colon, name = self.text.rpartition(":")
         if not colon or not all(part.isidentifier() for part in name.split(".")):
             script, name = self.text, ""
-        refuse_missing(script, self.module)
         program = Script(script, tuple(self.arguments), self.module, self.devices)
+        program.refuse_missing()
         if self.devices is not None:
             os.environ.update(program.environment())
             jax.config.update("jax_platforms", "cpu")  # JAX has read the environment already
