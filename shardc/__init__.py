@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from shardc.ir.boundary import stage_boundary
     from shardc.ir.trips import trips
     from shardc.ir.user_operation import signature
+    from shardc.live.meter import progress
     from shardc.machine.devices import devices
     from shardc.machine.mesh import make_mesh
     from shardc.passes.trace.accumulate import accumulate
@@ -105,6 +106,7 @@ __all__ = [
     "late",
     "load_plan",
     "make_mesh",
+    "progress",
     "put",
     "rows_here",
     "rules",
@@ -179,6 +181,7 @@ _MODULES = {
     "late": "shardc.flows",
     "load_plan": "shardc.plan.saved_plan",
     "make_mesh": "shardc.machine.mesh",
+    "progress": "shardc.live.meter",
     "put": "shardc.calls.placing",
     "rows_here": "shardc.calls.placing",
     "rules": "shardc.passes.trace.pins",

@@ -90,6 +90,10 @@ class BoundFunction:
     def __init__(self, function: Function, instance: Any) -> None:
         self.__self__, self.__func__ = instance, function
 
+    @property
+    def latest(self) -> AnyExecutable | None:
+        return self.__func__.latest
+
     @compat.face
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.__func__(self.__self__, *args, **kwargs)
@@ -197,6 +201,11 @@ class Function:
     def meshes(self) -> tuple[AnyMesh, ...]:
         """The mesh; of a pipeline, those of its ranks."""
         return (self.mesh,) if self._ranks is None else tuple(self._ranks)
+
+    @property
+    def latest(self) -> AnyExecutable | None:
+        """The executable, with its plan, that was made last; None before the first call."""
+        return next(reversed(self._executables.values()), None)
 
     @compat.face
     def plan(self, *args: Any, **kwargs: Any) -> AnyPlan:
@@ -411,7 +420,8 @@ class Function:
         """The program of a call, with its stage boundaries if this is a pipeline, and the pins of its arguments and
         results."""
         call = self._arguments.take_apart(args, {})
-        program = self._program(call)
+        with line_if_long(f"tracing {self._arguments.where}"):
+            program = self._program(call)
         into, out = self._pins(call, program)
         return program, [*into.pins, *out.pins]
 

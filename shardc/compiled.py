@@ -51,6 +51,10 @@ class CompiledCall(Generic[ExecutableT, PlanT]):
         self.hlo = executable.hlo
         self.memory_stats = executable.memory_stats
 
+    @property
+    def latest(self) -> ExecutableT:
+        return self.executable
+
     def __repr__(self) -> str:
         return repr(self.plan).replace(type(self.plan).__name__, type(self).__name__, 1)
 

@@ -92,6 +92,10 @@ class EquinoxFunction:
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else functools.partial(self, instance)
 
+    @property
+    def latest(self) -> api.AnyExecutable | None:
+        return self._function.latest
+
     def plan(self, *args: Any, **kwargs: Any) -> api.AnyPlan:
         """The plan of a call. Takes modules of arrays or of `jax.ShapeDtypeStruct`s."""
         args, kwargs = self._closed(args, kwargs)

@@ -127,6 +127,11 @@ class FlaxFunction:
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else functools.partial(self, instance)
 
+    @property
+    def latest(self) -> api.AnyExecutable | None:
+        """The executable of the modules' structure that was met last; None before the first call."""
+        return next(reversed(self._made.values())).latest if self._made else None
+
     @compat.face
     def plan(self, *args: Any, **kwargs: Any) -> api.AnyPlan:
         """The plan of a call; nothing runs and nothing is written."""

@@ -223,6 +223,11 @@ class Flow:
         last, given = self._run_of(plan).run(leaves, items, ENDLESS if rounds is None else rounds, pending, record)
         return plan.round.state_of(last), given
 
+    @property
+    def latest(self) -> FlowRun | None:
+        """The run, with its plan, that was begun last; None before the first one."""
+        return next(reversed(self._runs.values()), None)
+
     def _run_of(self, plan: FlowPlan) -> FlowRun:
         if id(plan) not in self._runs:
             self._runs[id(plan)] = FlowRun(plan)

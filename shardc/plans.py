@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from functools import cached_property
 from os import PathLike
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, Self, cast
 import jax
 
 from shardc.errors import ArgumentError, PipelineError, ShardcError
+from shardc.passes.estimate.flops import flops_by_type
 from shardc.plan.digest import digest_of
 from shardc.plan.make import DoesNotFit
 from shardc.plan.plan import SpmdPlan, copied
@@ -60,6 +62,12 @@ class PlanFace:
     def out_placements(self) -> Any:
         """A placement for each leaf of the result."""
         return jax.tree.unflatten(self._plan.program.out_tree, self._plan.outputs)
+
+    @cached_property
+    def flops(self) -> Counter[str]:
+        """Floating-point operations of one call on all devices together, by the type that they compute in: those of
+        products, convolutions and the like of the program as it is written. What the plan recomputes counts once."""
+        return flops_by_type(self._plan.request.program.jaxpr)
 
     @cached_property
     def counterfactuals(self) -> tuple[Counterfactual, ...]:
