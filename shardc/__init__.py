@@ -4,6 +4,7 @@ Write a training step for one device; say where a few global arrays live: split 
 over the axes of a mesh; shardc places every other value, inserts the collectives that this costs, and runs the result.
 """
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -124,7 +125,8 @@ def __getattr__(name: str) -> Any:
     """Loads a name with its module when it is first used: a step on one mesh needs a third of the modules."""
     module = _MODULES.get(name)
     if module is None:
-        raise AttributeError(f"module 'shardc' has no attribute {name!r}")
+        hint = f"; write import shardc.{name}" if name in ("flax", "equinox") else ""
+        raise AttributeError(f"module 'shardc' has no attribute {name!r}{hint}", name=name, obj=sys.modules[__name__])
     value = globals()[name] = getattr(import_module(module), name)
     return value
 

@@ -300,6 +300,7 @@ def _key_of_leaf(x: Any) -> Any:
     return ((a := aval_of(x)).shape, a.dtype) if is_array(x) else key_of(x)
 
 
+@compat.face
 def flow(fn: Callable[..., Any] | None = None, *, credits: int = 2) -> Any:
     """Make a dataflow of a function of one round.
 
@@ -338,6 +339,7 @@ def flow(fn: Callable[..., Any] | None = None, *, credits: int = 2) -> Any:
     return functools.partial(Flow, credits=credits) if fn is None else Flow(fn, credits)
 
 
+@compat.face
 def host(  # noqa: PLR0913  # a public face
     fn: Callable[..., Any] | None = None, *, gives: Any = None, copies: int | None = None, where: str = "thread",
     process: int | None = None, credits: int | None = None, deadline: float | None = None, seconds: float | None = None,
@@ -381,6 +383,7 @@ def host(  # noqa: PLR0913  # a public face
     return checked_host(fn, gives, copies, where, process, credits, deadline, seconds)
 
 
+@compat.face
 def shared(state: Any, *, on: AnyMesh) -> Shared:
     """A state at one place that the calls of a round change as they come, each change exactly once: a parameter server.
 
@@ -406,6 +409,7 @@ def shared(state: Any, *, on: AnyMesh) -> Shared:
     return Shared(state, on, wrapped)
 
 
+@compat.face
 def late(x: Any, rounds: int, *, first: Any = None) -> Any:
     """The values of some rounds ago: what a bound on staleness is, always the same.
 
@@ -447,6 +451,7 @@ def late(x: Any, rounds: int, *, first: Any = None) -> Any:
     return tree.unflatten(made)
 
 
+@compat.face
 def every(rounds: int, fn: Callable[..., Any]) -> Callable[..., Any]:
     """A function that a flow calls only in every so many rounds: in the last of each so many, counted from the first
     round of a run.

@@ -17,7 +17,7 @@ from shardc.pipeline.make import make_pipeline_plan, with_schedule
 from shardc.pipeline.options import PipelineRequest
 from shardc.pipeline.plan import MpmdPlan
 from shardc.plan.saved_plan import record_borders, to_json
-from shardc.plans import PlanFace
+from shardc.plans import PlanFace, lacks
 from shardc.report.chart import Chart, planned_chart
 from shardc.report.drawn import Drawn
 
@@ -55,6 +55,9 @@ class PipelinePlan(PlanFace, Drawn, MpmdPlan):
         """The simulated call."""
         return planned_chart(self)
 
+    def __getattr__(self, name: str) -> NoReturn:
+        lacks(self, name)
+
     def __repr__(self) -> str:
         return (
             f"PipelinePlan({self.program.name} on {self.mesh}: {len(self.stages)} stages, {self.schedule.name}, "
@@ -64,6 +67,9 @@ class PipelinePlan(PlanFace, Drawn, MpmdPlan):
 
 class CompiledPipeline(CompiledCall[PipelineExecutable, "PipelinePlan"], Drawn):
     """A compiled plan of a pipeline."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        lacks(self, name)
 
     @property
     def writes(self) -> bool:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, Self, cast
 
 import jax
 
+from shardc import compat
 from shardc.errors import ArgumentError, PipelineError, ShardcError
 from shardc.passes.estimate.flops import flops_by_type
 from shardc.plan.digest import digest_of
@@ -76,6 +77,7 @@ class PlanFace:
 
         return tuple(Counterfactual(part) for _, part in self._plan.parts)
 
+    @compat.face
     def diff(self, other: PlanView) -> str:
         """The differences to another plan of the same function, as text: placements of arguments and results,
         collectives, time, memory. Plans of different functions are compared by paths."""
@@ -83,6 +85,7 @@ class PlanFace:
 
         return diff(self._plan, other)
 
+    @compat.face
     def explain(self, why: str | None = None, *, pins: bool = False, after: str | None = None) -> str:
         """A report of the plan: placements, collectives with their reason, bytes and source line, time and memory; of
         a pipeline also its stages, their schedule and its bubbles.
@@ -152,7 +155,27 @@ def no_attribute(of: object, name: str, program: Callable[[], str]) -> NoReturn:
             f"{program()} is one program, no pipeline: there are no actors to show; jax.profiler.trace(...) shows what "
             "is in it."
         )
-    raise AttributeError(f"{type(of).__name__!r} object has no attribute {name!r}")
+    lacks(of, name)
+
+
+_OF_COMPILED: Final = frozenset(("audit", "hlo", "memory_stats", "check", "measure"))
+
+
+def lacks(of: object, name: str) -> NoReturn:
+    """Raise for an attribute that an object does not have, and say which of a function, its plan and what is compiled
+    from it has it.
+
+    Raises:
+      AttributeError: always.
+    """
+    is_plan, is_function, hint = isinstance(of, PlanFace), hasattr(type(of), "compile"), ""
+    if name in _OF_COMPILED and (is_plan or is_function):
+        hint = f"; what is compiled has it: step.compile(...).{name}"
+    elif not is_plan and not name.startswith("_") and (hasattr(Plan, name) or name in Plan.__dataclass_fields__):
+        hint = f"; the plan has it: {'step.plan(...)' if is_function else 'compiled.plan'}.{name}"
+    elif is_function and name in ("lower", "trace"):
+        hint = "; step.plan(...) traces and plans, step.compile(...) compiles, and its .hlo() is the compiled program"
+    raise AttributeError(f"{type(of).__name__!r} object has no attribute {name!r}{hint}", name=name, obj=of)
 
 
 class MemoryLimitError(ShardcError, ValueError):

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from shardc import compat
 from shardc.arrays.far import put_far
@@ -53,10 +53,16 @@ def put(tree: Any, mesh: AnyMesh, placements: Any, *, here: bool = False) -> Any
       The tree with jax.Arrays; where a placement is an uneven split or a partial sum, PlacedArrays.
 
     Raises:
-      ArgumentError: the mesh has no devices; arrays were donated to a call; or parts do not make up an array.
+      ArgumentError: `mesh` is no mesh, or has no devices; arrays were donated to a call; or parts do not make up an
+        array.
       DisagreementError: values, or parts that several processes hold, differ between processes.
       PlacementError: a placement does not fit the mesh or its array, or the two trees do not match.
     """
+    if not isinstance(mesh, Mesh | AbstractMesh):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ArgumentError(
+            f"shardc.put: the second argument is a {type(mesh).__name__} and no mesh; write shardc.put(tree, mesh, "
+            "placements)."
+        )
     pairs, structure = leaves_by_path(tree), jax.tree.structure(tree)
     paths, leaves = [path_text(path) for path, _ in pairs], [x for _, x in pairs]
     refuse_gone("shardc.put: arrays that are gone", zip(paths, leaves, strict=True))
@@ -152,6 +158,7 @@ def fetch(tree: Any) -> Any:
     return values(jax.tree.unflatten(structure, bring(leaves)))
 
 
+@compat.face
 def constrain(x: T, placement: Any) -> T:
     """Pins a value inside a function: the identity, with a placement that the plan keeps.
 

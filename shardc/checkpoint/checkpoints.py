@@ -62,6 +62,7 @@ APPEARS: Final = 10.0
 """Seconds after which a file that one host has written is expected on the others."""
 
 
+@compat.face
 def checkpoints(
     directory: str | PathLike[str], *, every: int = 1, keep: int = 2, plan: Any = None, mode: int = 0o700
 ) -> Checkpoints:
@@ -152,6 +153,7 @@ class Checkpoints:
         finally:
             writer.close()
 
+    @compat.face
     def last(self, or_else: Any, *, mesh: Any = None, placements: Any = None) -> tuple[Any, int]:
         """The state of the last step that all processes have.
 
@@ -189,6 +191,7 @@ class Checkpoints:
         self._check_alive(state)
         return (state if placements is None else put(state, mesh, placements)), 0
 
+    @compat.face
     def step(self, step: int, state: Any, *, loss: Any = None, tokens: float | None = None) -> None:
         """Say that a step is done; its state is written if `every` divides `step + 1`.
 
@@ -201,9 +204,15 @@ class Checkpoints:
 
         Raises:
           CheckpointError: this state, or one before, cannot be written.
-          ArgumentError: the number is not larger than the last one.
+          ArgumentError: the number is not larger than the last one, or is none.
         """
-        writer, step = self._open_writer(), operator.index(step)
+        writer = self._open_writer()
+        try:
+            step = operator.index(step)
+        except TypeError:
+            raise ArgumentError(
+                f"saved.step: a step has a number, got a {type(step).__name__}; write saved.step(i, state)."
+            ) from None
         writer.check()
         if step <= self._newest:
             raise ArgumentError(
@@ -217,6 +226,7 @@ class Checkpoints:
         if (step + 1) % self.every == 0:
             self._write(writer, step, state)
 
+    @compat.face
     def run(
         self, one_step: Callable[[int, Any], Any], init: Any, *, steps: int, mesh: Any = None, placements: Any = None
     ) -> Any:
