@@ -176,6 +176,7 @@ class Function:
         call = self._arguments.take_apart(args, kwargs)
         if has_tracers(call.leaves):
             return self._inside(call)
+        call.refuse_shapes(self._arguments.where)
         executable = self._executable(self._plan(call))
         self._cached_calls.add(tree, leaves, executable)
         return run(executable, call)

@@ -64,6 +64,7 @@ class CompiledCall(Generic[ExecutableT, PlanT]):
         if (again := self._cached_calls.run(tree, leaves)) is not None:
             return again[0]
         call = self._taken_apart(args, kwargs)
+        call.refuse_shapes(self._arguments.where)
         out = run(self.executable, call)
         self._cached_calls.add(tree, leaves, self.executable)  # the call has shown that it fits
         return out

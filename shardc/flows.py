@@ -25,7 +25,7 @@ from shardc.dataflow.run import ENDLESS, FlowRun
 from shardc.dataflow.shared import Shared
 from shardc.dataflow.value import LateOrigin, RoundValue
 from shardc.dataflow.work import HOST, HostWork, is_like
-from shardc.errors import ArgumentError, FlowError, all_offenders
+from shardc.errors import ArgumentError, FlowError, MeshError, all_offenders
 from shardc.execute.call_cache import has_tracers
 from shardc.machine.mesh import AnyMesh
 from shardc.passes.trace.constants import key_of, why_no_constant
@@ -189,6 +189,7 @@ class Flow:
 
         Raises:
           ArgumentError: the state was donated to a call or another run.
+          MeshError: a mesh has no devices.
           RoundFailedError: a node failed; the error has the state of the last complete round.
         """
         items = None
@@ -230,6 +231,12 @@ class Flow:
 
     def _run_of(self, plan: FlowPlan) -> FlowRun:
         if id(plan) not in self._runs:
+            bare = [n.name for n in plan.nodes if not all(isinstance(m, Mesh) for m in n.work.meshes)]
+            if bare:
+                raise MeshError(
+                    f"{self.where} can be planned and not run: {', '.join(bare)} is on a mesh without devices; make "
+                    "the mesh without `topology=`."
+                )
             self._runs[id(plan)] = FlowRun(plan)
         return self._runs[id(plan)]
 

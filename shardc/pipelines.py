@@ -30,6 +30,7 @@ def planned_pipeline(request: PipelineRequest) -> PipelinePlan:
 class PipelinePlan(PlanFace, Drawn, MpmdPlan):
     """A program placed on the stages of a pipeline, under one schedule. Needs no devices."""
 
+    @compat.face
     def with_schedule(self, schedule: Any) -> PipelinePlan:
         """This plan with its tasks in another order. Nothing is cut or placed anew.
 
@@ -101,6 +102,7 @@ class CompiledPipeline(CompiledCall[PipelineExecutable, "PipelinePlan"], Drawn):
         """
         return self.executable.chart()
 
+    @compat.face
     def with_schedule(self, schedule: Any) -> CompiledPipeline:
         """This pipeline under another schedule. Nothing is placed or compiled again.
 

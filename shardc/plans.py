@@ -83,6 +83,8 @@ class PlanFace:
         collectives, time, memory. Plans of different functions are compared by paths."""
         from shardc.report.diff import diff
 
+        if not hasattr(other, "program"):
+            raise ArgumentError(f"plan.diff wants a plan of step.plan(...), got {other!r}.")
         return diff(self._plan, other)
 
     @compat.face

@@ -18,7 +18,7 @@ from shardc.arrays.placed import is_placed
 from shardc.arrays.placed import put as put_tree
 from shardc.calls.leaves import leaf_of
 from shardc.calls.parts import GivenPart, put_parts
-from shardc.errors import ArgumentError, PlacementError, all_offenders
+from shardc.errors import ArgumentError, PlacementError, all_offenders, did_you_mean
 from shardc.execute.far_values import bring
 from shardc.execute.process_group import group_of_mesh, settle_all, value_facts
 from shardc.ir.constrain import constrain_p
@@ -113,13 +113,19 @@ def rows_here(shape: Sequence[int], mesh: Mesh, placement: Any) -> tuple[slice, 
       A slice for each dimension.
 
     Raises:
-      ArgumentError: the part does not lie in one piece of the array.
+      ArgumentError: the part does not lie in one piece of the array, or `mesh` is no mesh with devices.
+      PlacementError: the mesh has no such axis.
 
     Example:
       >>> rows_here((8, 2), make_mesh(data=1), {"data": S(0)})
       (slice(0, 8, None), slice(0, 2, None))
     """
+    if not isinstance(mesh, Mesh):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ArgumentError(f"shardc.rows_here: mesh={mesh!r} is no mesh with devices, as shardc.make_mesh makes it.")
     wanted = _loose_pin(placement).placement
+    if unknown := [a for a in wanted if a not in mesh.shape]:
+        axes, near = ", ".join(mesh.shape), did_you_mean(unknown[0], mesh.shape)
+        raise PlacementError(f"shardc.rows_here: the mesh has no axis {unknown[0]!r}; its axes are {axes}.{near}")
     found = own_part(mesh, wanted, len(shape), jax.process_index()).slices(shape)
     if found is None:
         raise ArgumentError(

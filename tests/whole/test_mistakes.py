@@ -21,6 +21,19 @@ def step(w, x):
     return (x @ w).mean()
 
 
+SHAPE = jax.ShapeDtypeStruct((8, 8), np.float32)
+
+
+def without_devices():
+    node = shardc.function(step, mesh=shardc.make_mesh(topology="v5p:2x2x2", data=8))
+
+    @shardc.flow
+    def round(state, item):
+        return state, node(state, item)
+
+    return round
+
+
 def signature_called(**keywords):
     return shardc.signature("b d, d f -> b f", **keywords)(lambda x, w: x @ w)
 
@@ -126,6 +139,45 @@ MISTAKES = {
     "discover without a function": (
         lambda: shardc.discover("x"), ArgumentError, "shardc.discover wants a function and its arguments, got 'x'.",
     ),
+    "a function without names": (
+        lambda: shardc.function(max, mesh=MESH), ArgumentError,
+        "max: Python knows no names of its arguments; write a function around it, as lambda x: max(x).",
+    ),
+    "a call with shapes": (
+        lambda: shardc.function(step, mesh=MESH)(SHAPE, X), ArgumentError,
+        f"step (test_mistakes.py:{step.__code__.co_firstlineno}): .plan(...) and .compile(...) take shapes, a call "
+        "arrays\n  w is a jax.ShapeDtypeStruct, which has no values.",
+    ),
+    "a compiled call with shapes": (
+        lambda: shardc.function(step, mesh=MESH).compile(SHAPE, X)(SHAPE, X), ArgumentError,
+        f"step (test_mistakes.py:{step.__code__.co_firstlineno}): .plan(...) and .compile(...) take shapes, a call "
+        "arrays\n  w is a jax.ShapeDtypeStruct, which has no values.",
+    ),
+    "a difference to no plan": (
+        lambda: shardc.function(step, mesh=MESH).plan(W, X).diff(3), ArgumentError,
+        "plan.diff wants a plan of step.plan(...), got 3.",
+    ),
+    "rows on no mesh": (
+        lambda: shardc.rows_here((8,), None, {}), ArgumentError,
+        "shardc.rows_here: mesh=None is no mesh with devices, as shardc.make_mesh makes it.",
+    ),
+    "rows along another mesh's axis": (
+        lambda: shardc.rows_here((8,), MESH, {"dta": S(0)}), PlacementError,
+        "shardc.rows_here: the mesh has no axis 'dta'; its axes are data, model. Did you mean \"data\"?",
+    ),
+    "checkpoints in nothing": (
+        lambda: shardc.checkpoints(None), ArgumentError,
+        "shardc.checkpoints: None is no path; give the directory of the checkpoints.",
+    ),
+    "checkpoints of no plan": (
+        lambda: shardc.checkpoints("nowhere", plan=3), ArgumentError,
+        "shardc.checkpoints: plan=3 is no plan; write plan=step.plan(...).",
+    ),
+    "a run of a flow on a mesh without devices": (
+        lambda: without_devices().run(W, [X]), MeshError,
+        "round (test_mistakes.py:FLOW) can be planned and not run: step is on a mesh without devices; make the mesh "
+        "without `topology=`.",
+    ),
     # these had their text: only the frames of shardc were there too
     "microbatches": (
         lambda: shardc.accumulate(step, microbatches=2.0), ArgumentError,
@@ -154,7 +206,8 @@ def test_an_error_of_shardc_in_the_users_frames_alone(name):
     call, kind, text = MISTAKES[name]
     with pytest.raises(kind) as error:
         call()
-    assert str(error.value) == text.replace("LINE", str(call.__code__.co_firstlineno))
+    flow = without_devices.__code__.co_firstlineno + 3
+    assert str(error.value) == text.replace("LINE", str(call.__code__.co_firstlineno)).replace("FLOW", str(flow))
     frames = traceback.extract_tb(error.value.__traceback__)
     files = [f.filename for f in frames if f.filename.startswith(OURS) and not f.name.startswith("__")]
     assert files == []
@@ -163,6 +216,20 @@ def test_an_error_of_shardc_in_the_users_frames_alone(name):
 def test_placement_of_text():
     with pytest.raises(PlacementError, match=r"Placement\('data'\): write a dict, as Placement\({'data': S\(0\)}\)"):
         shardc.Placement("data")
+
+
+def test_arrays_that_are_gone_are_not_written(tmp_path):
+    w = jnp.ones(3)
+    with shardc.checkpoints(tmp_path) as saved:
+        saved.last(or_else={"w": w})
+        with pytest.raises(ArgumentError, match="a step has a number, got a dict; write saved"):
+            saved.step({"w": w}, 0)
+        w.delete()
+        with pytest.raises(ArgumentError) as error:
+            saved.step(0, {"w": w})
+    assert str(error.value) == (
+        "saved.step(0): arrays that are gone\n  w: an earlier call took its buffer; pass that call's result instead."
+    )
 
 
 @pytest.mark.parametrize("name", ["flax", "equinox"])

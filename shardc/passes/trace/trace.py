@@ -75,6 +75,15 @@ class Call:
     def paths(self) -> list[str]:
         return ["/".join(filter(None, pair)) for pair in zip(self.names, self.inner, strict=True)]
 
+    def refuse_shapes(self, where: str) -> None:
+        """Raises ArgumentError if leaves are shapes, which can be planned for and not called with."""
+        wrong = [p for p, x in zip(self.paths, self.leaves, strict=True) if isinstance(x, jax.ShapeDtypeStruct)]
+        if wrong:
+            head = f"{where}: .plan(...) and .compile(...) take shapes, a call arrays"
+            raise ArgumentError(
+                all_offenders(head, [f"{path} is a jax.ShapeDtypeStruct, which has no values." for path in wrong])
+            )
+
     @property
     def constants(self) -> dict[str, Any]:
         """Keys of the static arguments and of the leaves that are no arrays, by path."""
@@ -131,7 +140,13 @@ class Arguments:
     def __init__(self, fn: Callable[..., Any], static: Sequence[str]) -> None:
         self.fn = fn
         self.name = _name_of(fn)
-        self.signature = inspect.signature(fn)
+        try:
+            self.signature = inspect.signature(fn)
+        except ValueError:
+            raise ArgumentError(
+                f"{self.name}: Python knows no names of its arguments; write a function around it, as lambda x: "
+                f"{self.name}(x)."
+            ) from None
         self.static = frozenset(static)
         self.names = tuple(self.signature.parameters)
         kinds = inspect.Parameter
