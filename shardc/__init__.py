@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         ClusterError,
         DisagreementError,
         FlowError,
+        ForbiddenMoveError,
         MeshError,
         PeerLostError,
         PipelineError,
@@ -67,6 +68,7 @@ __all__ = [
     "Flow",
     "FlowError",
     "FlowPlan",
+    "ForbiddenMoveError",
     "Gang",
     "MemoryLimitError",
     "MeshError",
@@ -120,6 +122,8 @@ __version__ = VERSION
 
 def __getattr__(name: str) -> Any:
     """Loads a name with its module when it is first used: a step on one mesh needs a third of the modules."""
+    if name in ("equinox", "flax"):
+        return import_module(f"shardc.{name}")
     module = _MODULES.get(name)
     if module is None:
         raise AttributeError(f"module 'shardc' has no attribute {name!r}")
@@ -140,6 +144,7 @@ _MODULES = {
     "DisagreementError": "shardc.errors",
     "Flow": "shardc.flows",
     "FlowError": "shardc.errors",
+    "ForbiddenMoveError": "shardc.errors",
     "FlowPlan": "shardc.flows",
     "Gang": "shardc.gangs",
     "MemoryLimitError": "shardc.plans",
