@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         ClusterError,
         DisagreementError,
         FlowError,
+        ForbiddenMoveError,
         MeshError,
         PeerLostError,
         PipelineError,
@@ -69,6 +70,7 @@ __all__ = [
     "Flow",
     "FlowError",
     "FlowPlan",
+    "ForbiddenMoveError",
     "Gang",
     "MemoryLimitError",
     "MeshError",
@@ -123,6 +125,8 @@ __version__ = VERSION
 
 def __getattr__(name: str) -> Any:
     """Loads a name with its module when it is first used: a step on one mesh needs a third of the modules."""
+    if name in ("equinox", "flax"):
+        return import_module(f"shardc.{name}")
     module = _MODULES.get(name)
     if module is None:
         hint = f"; write import shardc.{name}" if name in ("flax", "equinox") else ""
@@ -144,6 +148,7 @@ _MODULES = {
     "DisagreementError": "shardc.errors",
     "Flow": "shardc.flows",
     "FlowError": "shardc.errors",
+    "ForbiddenMoveError": "shardc.errors",
     "FlowPlan": "shardc.flows",
     "Gang": "shardc.gangs",
     "MemoryLimitError": "shardc.plans",

@@ -27,6 +27,7 @@ from shardc.compiled import Compiled, run
 from shardc.dataflow.round import traced_round
 from shardc.errors import (
     ArgumentError,
+    ForbiddenMoveError,
     MeshError,
     PipelineError,
     PlacementError,
@@ -47,7 +48,8 @@ from shardc.passes.trace.constants import key_of, key_of_static
 from shardc.passes.trace.pins import Pins, code_text, is_leaf_spec, says_names, wrong_constraints
 from shardc.passes.trace.trace import Arguments, Call, is_array, settings, trace, where_of
 from shardc.pipeline.options import Pipeline, PipelineRequest
-from shardc.plan.data_parallel import AVOIDS, DataParallel, sent_besides
+from shardc.plan.data_parallel import DataParallel, sent_besides
+from shardc.plan.forbid import Forbid, forbid_text, read_forbid
 from shardc.plan.make import DoesNotFit, make_plan
 from shardc.plan.request import Argument, ArgumentsTree, Request
 from shardc.plan.saved_plan import SavedPlan, load_plan
@@ -73,6 +75,7 @@ class Options:
       donate, static: names of arguments.
       saved: a plan to lower as it is.
       replicate: primitives without a rule for which no signatures are looked for.
+      forbid: what may not move.
     """
 
     in_placements: Any = AUTO
@@ -82,6 +85,7 @@ class Options:
     pipeline: Pipeline | None = None
     saved: SavedPlan | None = None
     replicate: tuple[str, ...] = ()
+    forbid: Forbid = ()
 
 
 class BoundFunction:
@@ -124,6 +128,8 @@ class Function:
         self._view = view(mesh)
         if pipeline is not None and self._ranks is not None:
             self._view = replace(view(self._ranks[0]), taken="" if pipeline.meshes else pipeline.axis)
+        self._forbidden = read_forbid(options.forbid, self._view, arguments.where)
+        self._view = replace(self._view, avoids=self._forbidden)
         strict = options.in_placements
         self._strict = strict if isinstance(strict, DataParallel) else None
         if self._strict is not None:
@@ -132,7 +138,7 @@ class Function:
                     f"{arguments.where}: {strict} is for one mesh, and a pipeline has several; pin the batch, "
                     'with in_placements={...: {"data": S(0)}}.'
                 )
-            self._view = replace(self._view, avoids=AVOIDS)
+            self._view = replace(self._view, avoids=self._forbidden | strict.avoids(self._view.sizes))
         self._in_placements = _checked_placements(arguments, options, self._view)
         self._moved_from: list[Mesh] = []
         self._begin()
@@ -244,6 +250,11 @@ class Function:
 
     def _inside(self, call: Call) -> Any:
         """In an outer jit, grad or vmap: the plain function, its pins as sharding constraints; no plan is claimed."""
+        if self._forbidden:
+            raise ForbiddenMoveError(
+                f"{self._arguments.where}: in jax.jit, jax.grad or jax.vmap XLA decides what moves, so "
+                f"forbid={forbid_text(self._forbidden)} cannot be promised. Call it outside of them, or leave it out."
+            )
         into = argument_pins(call, self._arguments, self._in_placements, self._view)
         if into.offenders:
             raise PlacementError(self._says(into.offenders))
@@ -268,6 +279,10 @@ class Function:
 
                     assert self._ranks is not None
                     made = PipelineExecutable(plan, self._ranks)
+                if self._forbidden:
+                    from shardc.report.refused.forbidden_moves import refuse_compiled
+
+                    refuse_compiled(made.audit(), self._forbidden, self._arguments.where)
             self._executables[id(plan), mesh] = made
             for text in warnings_of(plan, self._arguments.where, self._options.replicate):
                 if text not in self._warned:
@@ -294,6 +309,10 @@ class Function:
             program = self._program(call, arrived)
             with without_mesh():
                 arguments, plan = self._plan_anew(call, program, arrived)
+            if self._forbidden:
+                from shardc.report.refused.forbidden_moves import refuse_planned
+
+                refuse_planned(plan, self._forbidden, self._arguments.where)
         self._plans.setdefault(key, []).append((arguments, plan))
         return plan
 
@@ -315,8 +334,9 @@ class Function:
 
         assert self._options.pipeline is not None
         asked = PipelineRequest(
-            program, self.mesh, self._ranks, arguments, out.pins, self._options.pipeline, where, notes, tree
-        )
+            program, self.mesh, self._ranks, arguments, out.pins, self._options.pipeline, where, notes, tree,
+            self._forbidden,
+        )  # fmt: skip
         return arguments, planned_pipeline(asked)
 
     def _plan_of_program(self, request: Request) -> Plan:
@@ -416,9 +436,14 @@ class Function:
 
     def on(self, mesh: AnyMesh, pipeline: Pipeline | None = None) -> Function:
         """This function on another mesh, or as a pipeline. Traced programs are kept."""
-        made = Function(self._arguments.fn, mesh, replace(self._options, pipeline=pipeline, saved=None))
+        own = {a: self.forbidden_over(a) for a in mesh.shape}
+        made = Function(self._arguments.fn, mesh, replace(self._options, pipeline=pipeline, saved=None, forbid=own))
         made._programs = self._programs
         return made
+
+    def forbidden_over(self, axis: str) -> tuple[str, ...]:
+        """The kinds of collectives that may not run over an axis."""
+        return tuple(sorted(kind for kind, a in self._forbidden if a == axis))
 
     def look(self, *args: Any) -> tuple[Program, list[Pin | None]]:
         """The program of a call, with its stage boundaries if this is a pipeline, and the pins of its arguments and
@@ -454,6 +479,7 @@ def function(  # noqa: PLR0913  # a public face
     pipeline: Pipeline | None = None,
     plan: str | PathLike[str] | SavedPlan | None = None,
     replicate: str | Sequence[str] = (),
+    forbid: Forbid = (),
     **unknown: Any,
 ) -> Any:
     """Makes a function of one device run on a mesh.
@@ -478,6 +504,9 @@ def function(  # noqa: PLR0913  # a public face
         held against it.
       replicate: primitives without a rule that are to be computed whole on every device, by name, though shardc finds
         signatures for them; `"*"` for all.
+      forbid: what may not move: axes of the mesh, as `{"dcn"}`, over which nothing does, or a dict from an axis to the
+        kinds of collectives that do not, as `{"model": "all_gather"}`. The plan is the best without; the compiled
+        program is audited before it runs.
 
     Returns:
       A `Function`: called like `fn`, with `.plan(...)` and `.compile(...)`.
@@ -486,6 +515,7 @@ def function(  # noqa: PLR0913  # a public face
       ArgumentError: `fn` is no function; a keyword that `function` does not take, as `in_shardings`; a name that is no
         argument of `fn`; a file that is no plan. When it is called: a plan of another
         program, with all that differs; an argument's leaf that is neither an array nor a constant.
+      ForbiddenMoveError: when it is called or planned: what is forbidden has to move.
       MeshError: no mesh is given, or None with a pipeline or a plan.
 
     Example:
@@ -516,7 +546,7 @@ def function(  # noqa: PLR0913  # a public face
         donate = (*_words(donate_argnames), *_names_at(donate_argnums, fn, "donate_argnums"))
         static = (*_words(static_argnames), *_names_at(static_argnums, fn, "static_argnums"))
         whole = tuple(_words(replicate))
-        options = Options(in_placements, out_placements, donate, static, pipeline, saved, whole)
+        options = Options(in_placements, out_placements, donate, static, pipeline, saved, whole, forbid)
         if (over := _mesh_to_use(mesh, options, fn)) is not None:
             return Function(fn, over, options)
         _checked_placements(Arguments(fn, static), options, None)

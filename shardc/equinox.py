@@ -22,6 +22,7 @@ from shardc.machine.mesh import AnyMesh
 from shardc.passes.trace.constants import key_of, key_of_static
 from shardc.passes.trace.trace import held_by_nnx, is_array, is_number, refuse_lost_writes, where_of
 from shardc.pipeline.options import Pipeline
+from shardc.plan.forbid import Forbid
 from shardc.plan.plan import copied
 from shardc.plan.saved_plan import SavedPlan
 from shardc.plans import Plan
@@ -148,6 +149,7 @@ def function(  # noqa: PLR0913  # a public face
     pipeline: Pipeline | None = None,
     plan: str | PathLike[str] | SavedPlan | None = None,
     replicate: str | Sequence[str] = (),
+    forbid: Forbid = (),
     **unknown: Any,
 ) -> Any:
     """`shardc.function` for functions of equinox modules, as `equinox.filter_jit` is `jax.jit` for them.
@@ -160,7 +162,7 @@ def function(  # noqa: PLR0913  # a public face
       fn: the function.
       *unnamed: none; all else is given by name.
       mesh: as for `shardc.function`. With None the result is `fn` itself.
-      in_placements, out_placements, donate_argnames, static_argnames, pipeline, plan, replicate: as for
+      in_placements, out_placements, donate_argnames, static_argnames, pipeline, plan, replicate, forbid: as for
         `shardc.function`.
 
     Returns:
@@ -178,7 +180,7 @@ def function(  # noqa: PLR0913  # a public face
         keywords = {
             "mesh": mesh, "in_placements": in_placements, "out_placements": out_placements,
             "donate_argnames": donate_argnames, "static_argnames": static_argnames, "pipeline": pipeline,
-            "plan": plan, "replicate": replicate,
+            "plan": plan, "replicate": replicate, "forbid": forbid,
         }  # fmt: skip
         made = EquinoxFunction(fn, keywords)
         return fn if api.is_one_device(mesh, pipeline) else made

@@ -28,6 +28,7 @@ from shardc.passes.trace.microbatches import OPENERS
 from shardc.passes.trace.pins import is_leaf_spec
 from shardc.passes.trace.trace import is_array, is_nnx, leaves_by_path, path_text, where_of
 from shardc.pipeline.options import Pipeline
+from shardc.plan.forbid import Forbid
 from shardc.plan.saved_plan import SavedPlan
 from shardc.sbp.placement import AUTO, Auto, Placement
 
@@ -291,6 +292,7 @@ def function(  # noqa: PLR0913  # a public face
     pipeline: Pipeline | None = None,
     plan: str | PathLike[str] | SavedPlan | None = None,
     replicate: str | Sequence[str] = (),
+    forbid: Forbid = (),
     **unknown: Any,
 ) -> Any:
     """`shardc.function` for functions that write to nnx modules, as `nnx.jit` is `jax.jit` for them.
@@ -307,7 +309,7 @@ def function(  # noqa: PLR0913  # a public face
         metadata, as `placements` reads them; variables without metadata are AUTO.
       out_placements: placements of the result. The compiler chooses the placements of values that are written to a
         module; those of a donated module stay.
-      donate_argnames, static_argnames, pipeline, plan, replicate: as for `shardc.function`.
+      donate_argnames, static_argnames, pipeline, plan, replicate, forbid: as for `shardc.function`.
 
     Returns:
       A `FlaxFunction`: called like `fn`, with `.plan(...)` and `.compile(...)`.
@@ -329,6 +331,7 @@ def function(  # noqa: PLR0913  # a public face
             "pipeline": pipeline,
             "plan": plan,
             "replicate": replicate,
+            "forbid": forbid,
         }
         made = FlaxFunction(fn, mesh, in_placements, keywords)
         return fn if api.is_one_device(mesh, pipeline) else made

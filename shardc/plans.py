@@ -188,7 +188,7 @@ class MemoryLimitError(ShardcError, ValueError):
     """
 
     def __init__(self, found: DoesNotFit) -> None:
-        from shardc.report.memory_error import memory_error_text
+        from shardc.report.refused.memory_error import memory_error_text
 
         super().__init__(memory_error_text(found))
         self.plan = Plan.of(found.plan)

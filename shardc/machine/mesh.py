@@ -52,8 +52,8 @@ class MeshView:
     """Number of collectives that start together, for kinds that the compiler combines."""
     taken: str = field(default="", compare=False, repr=False)
     """The axis of a pipeline's ranks, if this is the mesh of one rank. It occurs in no placement."""
-    avoids: frozenset[str] = frozenset()
-    """Kinds of boxing steps that a plan uses only if it has to: each costs `AVOIDED` more."""
+    avoids: frozenset[tuple[str, str]] = frozenset()
+    """Kinds of steps, each over an axis, that a plan has only if it must: `shardc.sbp.cost.avoided_cost`."""
     sizes: Mapping[str, int] = field(init=False, compare=False, hash=False, repr=False)
     spans: Mapping[str, tuple[AxisSpan, ...]] = field(init=False, compare=False, hash=False, repr=False)
     """The spans of each axis."""

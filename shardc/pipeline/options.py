@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
 
 from shardc.errors import PipelineError
 from shardc.ir.program import Program
-from shardc.machine.mesh import AnyMesh
+from shardc.machine.mesh import AnyMesh, MeshView, view
 from shardc.plan.request import Argument, ArgumentsTree
 from shardc.sbp.placement import Pin
 
@@ -68,6 +68,7 @@ class PipelineRequest:
       where: the function, for errors.
       notes: lines for `explain`.
       tree: structure of the arguments of a call.
+      avoids: what a plan has only if it must, as in `MeshView`.
     """
 
     program: Program
@@ -79,3 +80,9 @@ class PipelineRequest:
     where: str
     notes: tuple[str, ...] = ()
     tree: ArgumentsTree | None = None
+    avoids: frozenset[tuple[str, str]] = frozenset()
+
+    @property
+    def views(self) -> tuple[MeshView, ...]:
+        """The planner's view of each rank's mesh."""
+        return tuple(replace(view(m), avoids=self.avoids) for m in self.meshes)

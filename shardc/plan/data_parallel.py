@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -15,7 +16,7 @@ from shardc.passes.trace.fully_sharded import axis_names
 from shardc.plan.plan import SpmdPlan
 from shardc.sbp.placement import S
 
-AVOIDS: Final = frozenset(("all_gather", "reduce_scatter", "all_to_all", "permute", "fill", "slice"))
+_AVOIDS: Final = frozenset(("all_gather", "reduce_scatter", "all_to_all", "permute", "fill", "slice"))
 """The steps of a boxing that a data parallel plan does without: all but the sum of what is partial."""
 
 
@@ -42,6 +43,10 @@ class DataParallel:
     @property
     def _axis(self) -> str | tuple[str, ...]:
         return self.axes[0] if len(self.axes) == 1 else self.axes
+
+    def avoids(self, axes: Iterable[str]) -> frozenset[tuple[str, str]]:
+        """What a plan avoids, over all axes of a mesh."""
+        return frozenset(itertools.product(_AVOIDS, axes))
 
     def __str__(self) -> str:
         batch = self.batch[0] if len(self.batch) == 1 else self.batch

@@ -21,6 +21,7 @@ from shardc.api import function
 from shardc.calls.leaves import abstract
 from shardc.errors import (
     ArgumentError,
+    ForbiddenMoveError,
     MeshError,
     PipelineError,
     PlacementError,
@@ -31,6 +32,7 @@ from shardc.errors import (
 from shardc.machine.mesh import AnyMesh, make_mesh, view
 from shardc.passes.trace.trace import Arguments
 from shardc.pipeline.schedule.methods import METHODS
+from shardc.plan.forbid import Forbid
 from shardc.plans import MemoryLimitError
 from shardc.report.tables import devices_text, seconds_text
 from shardc.sbp.placement import AUTO
@@ -65,6 +67,7 @@ def tune(  # noqa: PLR0913  # a public face
     donate_argnums: int | Sequence[int] = (),
     static_argnames: str | Sequence[str] = (),
     static_argnums: int | Sequence[int] = (),
+    forbid: Forbid = (),
 ) -> Tuning:
     """Choose the mesh for a function of one device: plan it on all meshes, and rank the plans.
 
@@ -85,7 +88,7 @@ def tune(  # noqa: PLR0913  # a public face
       schedules: names of schedules to try, or "auto". The first one is tried first, the others after it has done well.
       microbatches: numbers of microbatches to try; the loop of `accumulate` is the function's own, so `fn` makes it.
       tries: the most candidates that are planned. This is the only limit of the search, so each run gives the same.
-      in_placements, out_placements, donate_argnames, donate_argnums, static_argnames, static_argnums: as for
+      in_placements, out_placements, donate_argnames, donate_argnums, static_argnames, static_argnums, forbid: as for
         `shardc.function`. Placements that are not pinned are chosen for each mesh.
 
     Returns:
@@ -118,7 +121,7 @@ def tune(  # noqa: PLR0913  # a public face
     placed = partial(
         function, mesh=whole, in_placements=in_placements, out_placements=out_placements,
         donate_argnames=donate_argnames, donate_argnums=donate_argnums, static_argnames=static_argnames,
-        static_argnums=static_argnums,
+        static_argnums=static_argnums, forbid=forbid,
     )  # fmt: skip
     args = jax.tree.map(abstract, args)
     made = {None: fn} if microbatches is None else {m: _step_of(fn, m) for m in microbatches}
@@ -229,6 +232,8 @@ def _planned(choice: MeshChoice, mesh_of: Callable[[Sizes], AnyMesh]) -> Candida
     bare = Candidate(dict(choice.sizes), mesh, choice.pipeline, choice.loop, made, capacity=view(mesh).topology.hbm)
     try:
         plan = made.plan(*step.args)
+    except ForbiddenMoveError as error:
+        return replace(bare, problem=str(error))
     except (ArgumentError, PlacementError, TracingError):
         raise
     except MemoryLimitError as error:  # meshes of more axes may fit; the time of this plan decides their order
