@@ -4,6 +4,7 @@ Write a training step for one device; say where a few global arrays live: split 
 over the axes of a mesh; shardc places every other value, inserts the collectives that this costs, and runs the result.
 """
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from shardc.ir.boundary import stage_boundary
     from shardc.ir.trips import trips
     from shardc.ir.user_operation import signature
+    from shardc.live.meter import progress
     from shardc.machine.devices import devices
     from shardc.machine.mesh import make_mesh
     from shardc.passes.trace.accumulate import accumulate
@@ -107,6 +109,7 @@ __all__ = [
     "late",
     "load_plan",
     "make_mesh",
+    "progress",
     "put",
     "rows_here",
     "rules",
@@ -126,7 +129,8 @@ def __getattr__(name: str) -> Any:
         return import_module(f"shardc.{name}")
     module = _MODULES.get(name)
     if module is None:
-        raise AttributeError(f"module 'shardc' has no attribute {name!r}")
+        hint = f"; write import shardc.{name}" if name in ("flax", "equinox") else ""
+        raise AttributeError(f"module 'shardc' has no attribute {name!r}{hint}", name=name, obj=sys.modules[__name__])
     value = globals()[name] = getattr(import_module(module), name)
     return value
 
@@ -184,6 +188,7 @@ _MODULES = {
     "late": "shardc.flows",
     "load_plan": "shardc.plan.saved_plan",
     "make_mesh": "shardc.machine.mesh",
+    "progress": "shardc.live.meter",
     "put": "shardc.calls.placing",
     "rows_here": "shardc.calls.placing",
     "rules": "shardc.passes.trace.pins",

@@ -7,11 +7,11 @@ import functools
 import inspect
 import itertools
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from os import PathLike
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Never, NoReturn, TypeAlias
 
 import jax
 from jax.sharding import AbstractMesh, Mesh
@@ -53,7 +53,7 @@ from shardc.plan.forbid import Forbid, forbid_text, read_forbid
 from shardc.plan.make import DoesNotFit, make_plan
 from shardc.plan.request import Argument, ArgumentsTree, Request
 from shardc.plan.saved_plan import SavedPlan, load_plan
-from shardc.plans import MemoryLimitError, Plan
+from shardc.plans import MemoryLimitError, Plan, lacks
 from shardc.report.plan_warnings import warnings_of
 from shardc.sbp.placement import AUTO, Pin, Placement
 
@@ -93,6 +93,10 @@ class BoundFunction:
 
     def __init__(self, function: Function, instance: Any) -> None:
         self.__self__, self.__func__ = instance, function
+
+    @property
+    def latest(self) -> AnyExecutable | None:
+        return self.__func__.latest
 
     @compat.face
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -161,6 +165,9 @@ class Function:
         ranks = f", a pipeline of {len(self._ranks)} ranks" if self._ranks is not None else ""
         return f"Function({self._arguments.where} on {view(self.mesh)}{ranks})"
 
+    def __getattr__(self, name: str) -> NoReturn:
+        lacks(self, name)
+
     # -- calls
 
     @compat.face
@@ -175,6 +182,7 @@ class Function:
         call = self._arguments.take_apart(args, kwargs)
         if has_tracers(call.leaves):
             return self._inside(call)
+        call.refuse_shapes(self._arguments.where)
         executable = self._executable(self._plan(call))
         self._cached_calls.add(tree, leaves, executable)
         return run(executable, call)
@@ -203,6 +211,11 @@ class Function:
     def meshes(self) -> tuple[AnyMesh, ...]:
         """The mesh; of a pipeline, those of its ranks."""
         return (self.mesh,) if self._ranks is None else tuple(self._ranks)
+
+    @property
+    def latest(self) -> AnyExecutable | None:
+        """The executable, with its plan, that was made last; None before the first call."""
+        return next(reversed(self._executables.values()), None)
 
     @compat.face
     def plan(self, *args: Any, **kwargs: Any) -> AnyPlan:
@@ -436,7 +449,8 @@ class Function:
         """The program of a call, with its stage boundaries if this is a pipeline, and the pins of its arguments and
         results."""
         call = self._arguments.take_apart(args, {})
-        program = self._program(call)
+        with line_if_long(f"tracing {self._arguments.where}"):
+            program = self._program(call)
         into, out = self._pins(call, program)
         return program, [*into.pins, *out.pins]
 
@@ -454,7 +468,7 @@ UNSAID: Final = Unsaid.UNSAID
 @compat.face
 def function(  # noqa: PLR0913  # a public face
     fn: Callable[..., Any] | None = None,
-    *,
+    *unnamed: Never,
     mesh: AnyMesh | Unsaid | None = UNSAID,
     in_placements: Any = AUTO,
     out_placements: Any = AUTO,
@@ -472,6 +486,7 @@ def function(  # noqa: PLR0913  # a public face
 
     Args:
       fn: the function: plain JAX, with jax.grad, flax and optax inside.
+      *unnamed: none; all else is given by name.
       mesh: a jax Mesh or AbstractMesh, whatever its axis types; not needed with `Pipeline(meshes=...)`. None is one
         device: `fn` itself comes back, once the names in the other arguments are checked.
       in_placements: where arguments live: a dict by argument name, a tuple with an entry for each argument, or one
@@ -512,18 +527,22 @@ def function(  # noqa: PLR0913  # a public face
       [0.0, 2.0, 4.0]
     """
 
-    refuse_unknown("shardc.function", fn, unknown, function)
+    refuse_unknown("shardc.function", (fn, *unnamed), unknown, function)
     if pipeline is not None and not isinstance(pipeline, Pipeline):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ArgumentError(f'pipeline={pipeline!r} is no Pipeline; write pipeline=shardc.Pipeline(schedule="1f1b").')
 
     saved = plan if plan is None or isinstance(plan, SavedPlan) else load_plan(plan)
+    names = "donate_argnames", "static_argnames", "replicate"
+    _refuse_no_names(dict(zip(names, (donate_argnames, static_argnames, replicate), strict=True)))
     if saved is not None and pipeline is not None:
         raise PipelineError(
             f"plan={saved.name!r}: a pipeline is always planned anew. Pin the borders that were saved, with "
             "in_placements=shardc.load_plan(...).in_placements and out_placements=shardc.load_plan(...).out_placements."
         )
 
+    @compat.face
     def decorate(fn: Callable[..., Any]) -> Any:
+        refuse_no_function("shardc.function", fn)
         donate = (*_words(donate_argnames), *_names_at(donate_argnums, fn, "donate_argnums"))
         static = (*_words(static_argnames), *_names_at(static_argnums, fn, "static_argnums"))
         whole = tuple(_words(replicate))
@@ -588,12 +607,41 @@ _OF_JIT: Final = {"in_shardings": "in_placements", "out_shardings": "out_placeme
 """Keywords of jax.jit, and those that say the same here."""
 
 
-def refuse_unknown(what: str, fn: object, unknown: Mapping[str, Any], taker: Callable[..., Any]) -> None:
-    """Raises ArgumentError if `fn` is given and no function, or keywords are that `taker` does not take."""
-    if fn is not None and (not callable(fn) or isinstance(fn, Mesh | AbstractMesh)):  # meshes can be called
+def refuse_no_function(what: str, fn: object) -> None:
+    """Raises ArgumentError if `fn` is no function."""
+    if not callable(fn) or isinstance(fn, Mesh | AbstractMesh):  # meshes can be called
         said = fn if isinstance(fn, str) and fn.isidentifier() else "step"
+        got = repr(fn) if len(repr(fn)) < MOST_CHARACTERS else f"a {type(fn).__name__}"
         raise ArgumentError(
-            f"{what} wants a function, got {fn!r}; write {what}({said}, mesh=mesh), or @{what}(mesh=mesh) above it."
+            f"{what} wants a function, got {got}; write {what}({said}, mesh=mesh), or @{what}(mesh=mesh) above it."
+        )
+
+
+MOST_CHARACTERS: Final = 200
+"""Of the repr of a value in an error."""
+
+
+def _refuse_no_names(given: Mapping[str, Any]) -> None:
+    """Raises ArgumentError for options that are names, and are given something else."""
+    lines = [
+        f"{option}={said!r}: write names, as {option}=('w',)"
+        + (f", or {option.replace('names', 'nums')} for numbers." if "names" in option else ".")
+        for option, said in given.items()
+        if not all(isinstance(n, str) for n in _words(said))
+    ]
+    if lines:
+        raise ArgumentError(all_offenders("shardc.function: options that are no names", lines))
+
+
+def refuse_unknown(what: str, given: Sequence[object], unknown: Mapping[str, Any], taker: Callable[..., Any]) -> None:
+    """Raises ArgumentError if the first argument by position is given and no function, if there are more of them, or
+    keywords are that `taker` does not take."""
+    if given[0] is not None:
+        refuse_no_function(what, given[0])
+    if len(given) > 1:
+        raise ArgumentError(
+            f"{what} takes the function alone by position; write the other arguments by name, as {what}(step, "
+            "mesh=mesh, in_placements=...)."
         )
     known = [n for n, p in inspect.signature(taker).parameters.items() if p.kind is p.KEYWORD_ONLY]
     lines = [
@@ -606,12 +654,17 @@ def refuse_unknown(what: str, fn: object, unknown: Mapping[str, Any], taker: Cal
 
 
 def _words(x: Any) -> Sequence[Any]:
-    return (x,) if isinstance(x, str | int) else x
+    return tuple(x) if isinstance(x, Iterable) and not isinstance(x, str) else (x,)
 
 
 def _names_at(numbers: int | Sequence[int], fn: Callable[..., Any], what: str) -> list[str]:
     arguments = Arguments(fn, ())
     names = arguments.names
+    if strange := [i for i in _words(numbers) if type(i) is not int]:
+        raise ArgumentError(
+            f"{arguments.where}: {what}={numbers!r}: {strange[0]!r} is no number of an argument; for names write "
+            f"{what.replace('nums', 'names')}=."
+        )
     wrong = [f"{what} names argument {i}." for i in _words(numbers) if not -len(names) <= i < len(names)]
     if wrong:
         has = f"{arguments.where} has {len(names)} arguments, numbered from 0: {', '.join(names)}"

@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from os import PathLike
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, Never, TypeAlias
 
 import jax
 from flax import linen, nnx
@@ -127,6 +127,11 @@ class FlaxFunction:
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else functools.partial(self, instance)
+
+    @property
+    def latest(self) -> api.AnyExecutable | None:
+        """The executable of the modules' structure that was met last; None before the first call."""
+        return next(reversed(self._made.values())).latest if self._made else None
 
     @compat.face
     def plan(self, *args: Any, **kwargs: Any) -> api.AnyPlan:
@@ -278,7 +283,7 @@ class FlaxCompiled:
 @compat.face
 def function(  # noqa: PLR0913  # a public face
     fn: Callable[..., Any] | None = None,
-    *,
+    *unnamed: Never,
     mesh: AnyMesh | api.Unsaid | None = api.UNSAID,
     in_placements: Any = AUTO,
     out_placements: Any = AUTO,
@@ -298,6 +303,7 @@ def function(  # noqa: PLR0913  # a public face
 
     Args:
       fn: the function. Each of its arguments has a name.
+      *unnamed: none; all else is given by name.
       mesh: as for `shardc.function`. With None the result is `fn` itself.
       in_placements: as for `shardc.function`. A module that it does not place gets the placements of its variables'
         metadata, as `placements` reads them; variables without metadata are AUTO.
@@ -312,9 +318,11 @@ def function(  # noqa: PLR0913  # a public face
       ArgumentError: `fn` takes `*args` or `**kwargs`, or a name is not one of its arguments.
     """
 
-    api.refuse_unknown("shardc.flax.function", fn, unknown, function)
+    api.refuse_unknown("shardc.flax.function", (fn, *unnamed), unknown, function)
 
+    @compat.face
     def decorate(fn: Callable[..., Any]) -> Any:
+        api.refuse_no_function("shardc.flax.function", fn)
         static = (static_argnames,) if isinstance(static_argnames, str) else tuple(static_argnames)
         keywords = {
             "out_placements": (AUTO, AUTO, out_placements),

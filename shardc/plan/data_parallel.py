@@ -12,6 +12,7 @@ from shardc.compat import Eqn, Jaxpr, Var
 from shardc.errors import ArgumentError
 from shardc.ir.box import Boxed, box_p
 from shardc.ir.nested import bodies_of
+from shardc.passes.trace.fully_sharded import axis_names
 from shardc.plan.plan import SpmdPlan
 from shardc.sbp.placement import S
 
@@ -54,6 +55,7 @@ class DataParallel:
     __repr__ = __str__
 
 
+@compat.face
 def data_parallel(axis: str | Sequence[str], *, batch: str | Sequence[str] = ()) -> DataParallel:
     """Exactly data parallel, for `in_placements=`: every device holds the parameters and sees a part of the rows.
 
@@ -66,11 +68,14 @@ def data_parallel(axis: str | Sequence[str], *, batch: str | Sequence[str] = ())
       batch: names of the arguments whose dimension 0 is the rows; by default the one that is called `batch`. All other
         arguments are whole.
 
+    Raises:
+      ArgumentError: an axis is no text.
+
     Example:
       >>> data_parallel("data", batch=("x", "y"))
       data_parallel('data', batch=('x', 'y'))
     """
-    axes = (axis,) if isinstance(axis, str) else tuple(axis)
+    axes = axis_names("data_parallel", axis)
     return DataParallel(axes, (batch,) if isinstance(batch, str) else tuple(batch))
 
 

@@ -9,13 +9,14 @@ docs/design/tune.md.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
 import jax
 
+from shardc import compat
 from shardc.api import function
 from shardc.calls.leaves import abstract
 from shardc.errors import (
@@ -47,6 +48,7 @@ NO_PIPELINES: Final = "No pipelines: they need a function with one loop of shard
 SCHEDULES: Final = ("1f1b", "interleaved", "zb-h1")
 
 
+@compat.face
 def tune(  # noqa: PLR0913  # a public face
     fn: Callable[..., Any],
     *args: Any,
@@ -157,7 +159,7 @@ def tune(  # noqa: PLR0913  # a public face
 
 
 def _checked_axes(axes: Sequence[str]) -> tuple[str, ...]:
-    axes = (axes,) if isinstance(axes, str) else tuple(axes)
+    axes = tuple(axes) if isinstance(axes, Iterable) and not isinstance(axes, str) else (axes,)  # pyright: ignore[reportUnnecessaryIsInstance]
     if not axes or len(set(axes)) < len(axes) or not all(isinstance(a, str) and a.isidentifier() for a in axes):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ArgumentError(f'tune: axes={axes!r}; write names that differ, as axes=("data", "model").')
     if PIPE in axes:
@@ -168,7 +170,7 @@ def _checked_axes(axes: Sequence[str]) -> tuple[str, ...]:
 def _checked_devices(devices: int | None, topology: str | None) -> int:
     if devices is None and topology is None:
         return len(jax.devices())
-    if devices is not None and (isinstance(devices, bool) or devices < 1):
+    if devices is not None and (type(devices) is not int or devices < 1):
         raise ArgumentError(f"tune: devices={devices!r}; it has to be 1 or more.")
     return devices or slice_of(topology or "", None)[1]
 
