@@ -51,6 +51,10 @@ class CompiledCall(Generic[ExecutableT, PlanT]):
         self.hlo = executable.hlo
         self.memory_stats = executable.memory_stats
 
+    @property
+    def latest(self) -> ExecutableT:
+        return self.executable
+
     def __repr__(self) -> str:
         return repr(self.plan).replace(type(self.plan).__name__, type(self).__name__, 1)
 
@@ -60,6 +64,7 @@ class CompiledCall(Generic[ExecutableT, PlanT]):
         if (again := self._cached_calls.run(tree, leaves)) is not None:
             return again[0]
         call = self._taken_apart(args, kwargs)
+        call.refuse_shapes(self._arguments.where)
         out = run(self.executable, call)
         self._cached_calls.add(tree, leaves, self.executable)  # the call has shown that it fits
         return out

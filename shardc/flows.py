@@ -26,7 +26,7 @@ from shardc.dataflow.run import ENDLESS, FlowRun
 from shardc.dataflow.shared import Shared
 from shardc.dataflow.value import LateOrigin, RoundValue
 from shardc.dataflow.work import HOST, HostWork, is_like
-from shardc.errors import ArgumentError, FlowError, all_offenders
+from shardc.errors import ArgumentError, FlowError, MeshError, all_offenders
 from shardc.execute.call_cache import has_tracers
 from shardc.machine.mesh import AnyMesh
 from shardc.passes.trace.constants import key_of, why_no_constant
@@ -196,6 +196,7 @@ class Flow:
 
         Raises:
           ArgumentError: the state was donated to a call or another run.
+          MeshError: a mesh has no devices.
           RoundFailedError: a node failed; the error has the state of the last complete round.
         """
         items = None
@@ -230,8 +231,19 @@ class Flow:
         last, given = self._run_of(plan).run(leaves, items, ENDLESS if rounds is None else rounds, pending, record)
         return plan.round.state_of(last), given
 
+    @property
+    def latest(self) -> FlowRun | None:
+        """The run, with its plan, that was begun last; None before the first one."""
+        return next(reversed(self._runs.values()), None)
+
     def _run_of(self, plan: FlowPlan) -> FlowRun:
         if id(plan) not in self._runs:
+            bare = [n.name for n in plan.nodes if not all(isinstance(m, Mesh) for m in n.work.meshes)]
+            if bare:
+                raise MeshError(
+                    f"{self.where} can be planned and not run: {', '.join(bare)} is on a mesh without devices; make "
+                    "the mesh without `topology=`."
+                )
             self._runs[id(plan)] = FlowRun(plan)
         return self._runs[id(plan)]
 
@@ -302,6 +314,7 @@ def _key_of_leaf(x: Any) -> Any:
     return ((a := aval_of(x)).shape, a.dtype) if is_array(x) else key_of(x)
 
 
+@compat.face
 def flow(fn: Callable[..., Any] | None = None, *, credits: int = 2) -> Any:
     """Make a dataflow of a function of one round.
 
@@ -340,6 +353,7 @@ def flow(fn: Callable[..., Any] | None = None, *, credits: int = 2) -> Any:
     return functools.partial(Flow, credits=credits) if fn is None else Flow(fn, credits)
 
 
+@compat.face
 def host(  # noqa: PLR0913  # a public face
     fn: Callable[..., Any] | None = None, *, gives: Any = None, copies: int | None = None, where: str = "thread",
     process: int | None = None, credits: int | None = None, deadline: float | None = None, seconds: float | None = None,
@@ -383,6 +397,7 @@ def host(  # noqa: PLR0913  # a public face
     return checked_host(fn, gives, copies, where, process, credits, deadline, seconds)
 
 
+@compat.face
 def shared(state: Any, *, on: AnyMesh) -> Shared:
     """A state at one place that the calls of a round change as they come, each change exactly once: a parameter server.
 
@@ -408,6 +423,7 @@ def shared(state: Any, *, on: AnyMesh) -> Shared:
     return Shared(state, on, wrapped)
 
 
+@compat.face
 def late(x: Any, rounds: int, *, first: Any = None) -> Any:
     """The values of some rounds ago: what a bound on staleness is, always the same.
 
@@ -449,6 +465,7 @@ def late(x: Any, rounds: int, *, first: Any = None) -> Any:
     return tree.unflatten(made)
 
 
+@compat.face
 def every(rounds: int, fn: Callable[..., Any]) -> Callable[..., Any]:
     """A function that a flow calls only in every so many rounds: in the last of each so many, counted from the first
     round of a run.

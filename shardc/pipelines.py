@@ -17,7 +17,7 @@ from shardc.pipeline.make import make_pipeline_plan, with_schedule
 from shardc.pipeline.options import PipelineRequest
 from shardc.pipeline.plan import MpmdPlan
 from shardc.plan.saved_plan import record_borders, to_json
-from shardc.plans import PlanFace
+from shardc.plans import PlanFace, lacks
 from shardc.report.chart import Chart, planned_chart
 from shardc.report.drawn import Drawn
 
@@ -30,6 +30,7 @@ def planned_pipeline(request: PipelineRequest) -> PipelinePlan:
 class PipelinePlan(PlanFace, Drawn, MpmdPlan):
     """A program placed on the stages of a pipeline, under one schedule. Needs no devices."""
 
+    @compat.face
     def with_schedule(self, schedule: Any) -> PipelinePlan:
         """This plan with its tasks in another order. Nothing is cut or placed anew.
 
@@ -55,6 +56,9 @@ class PipelinePlan(PlanFace, Drawn, MpmdPlan):
         """The simulated call."""
         return planned_chart(self)
 
+    def __getattr__(self, name: str) -> NoReturn:
+        lacks(self, name)
+
     def __repr__(self) -> str:
         return (
             f"PipelinePlan({self.program.name} on {self.mesh}: {len(self.stages)} stages, {self.schedule.name}, "
@@ -64,6 +68,9 @@ class PipelinePlan(PlanFace, Drawn, MpmdPlan):
 
 class CompiledPipeline(CompiledCall[PipelineExecutable, "PipelinePlan"], Drawn):
     """A compiled plan of a pipeline."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        lacks(self, name)
 
     @property
     def writes(self) -> bool:
@@ -95,6 +102,7 @@ class CompiledPipeline(CompiledCall[PipelineExecutable, "PipelinePlan"], Drawn):
         """
         return self.executable.chart()
 
+    @compat.face
     def with_schedule(self, schedule: Any) -> CompiledPipeline:
         """This pipeline under another schedule. Nothing is placed or compiled again.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from functools import cached_property
 from os import PathLike
@@ -10,7 +11,9 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, Self, cast
 
 import jax
 
+from shardc import compat
 from shardc.errors import ArgumentError, PipelineError, ShardcError
+from shardc.passes.estimate.flops import flops_by_type
 from shardc.plan.digest import digest_of
 from shardc.plan.make import DoesNotFit
 from shardc.plan.plan import SpmdPlan, copied
@@ -62,19 +65,29 @@ class PlanFace:
         return jax.tree.unflatten(self._plan.program.out_tree, self._plan.outputs)
 
     @cached_property
+    def flops(self) -> Counter[str]:
+        """Floating-point operations of one call on all devices together, by the type that they compute in: those of
+        products, convolutions and the like of the program as it is written. What the plan recomputes counts once."""
+        return flops_by_type(self._plan.request.program.jaxpr)
+
+    @cached_property
     def counterfactuals(self) -> tuple[Counterfactual, ...]:
         """The placement problem of each part, to be solved again under other conditions."""
         from shardc.plan.counterfactual import Counterfactual
 
         return tuple(Counterfactual(part) for _, part in self._plan.parts)
 
+    @compat.face
     def diff(self, other: PlanView, *, width: int | None = None) -> str:
         """The differences to another plan of the same function, as text: placements of arguments and results,
         collectives, time, memory. Plans of different functions are compared by paths; `width` is as in `explain`."""
         from shardc.report.diff import diff
 
+        if not hasattr(other, "program"):
+            raise ArgumentError(f"plan.diff wants a plan of step.plan(...), got {other!r}.")
         return diff(self._plan, other, width)
 
+    @compat.face
     def explain(
         self, why: str | None = None, *, pins: bool = False, after: str | None = None, width: int | None = None
     ) -> str:
@@ -148,7 +161,27 @@ def no_attribute(of: object, name: str, program: Callable[[], str]) -> NoReturn:
             f"{program()} is one program, no pipeline: there are no actors to show; jax.profiler.trace(...) shows what "
             "is in it."
         )
-    raise AttributeError(f"{type(of).__name__!r} object has no attribute {name!r}")
+    lacks(of, name)
+
+
+_OF_COMPILED: Final = frozenset(("audit", "hlo", "memory_stats", "check", "measure"))
+
+
+def lacks(of: object, name: str) -> NoReturn:
+    """Raise for an attribute that an object does not have, and say which of a function, its plan and what is compiled
+    from it has it.
+
+    Raises:
+      AttributeError: always.
+    """
+    is_plan, is_function, hint = isinstance(of, PlanFace), hasattr(type(of), "compile"), ""
+    if name in _OF_COMPILED and (is_plan or is_function):
+        hint = f"; what is compiled has it: step.compile(...).{name}"
+    elif not is_plan and not name.startswith("_") and (hasattr(Plan, name) or name in Plan.__dataclass_fields__):
+        hint = f"; the plan has it: {'step.plan(...)' if is_function else 'compiled.plan'}.{name}"
+    elif is_function and name in ("lower", "trace"):
+        hint = "; step.plan(...) traces and plans, step.compile(...) compiles, and its .hlo() is the compiled program"
+    raise AttributeError(f"{type(of).__name__!r} object has no attribute {name!r}{hint}", name=name, obj=of)
 
 
 class MemoryLimitError(ShardcError, ValueError):
@@ -159,7 +192,7 @@ class MemoryLimitError(ShardcError, ValueError):
     """
 
     def __init__(self, found: DoesNotFit) -> None:
-        from shardc.report.memory_error import memory_error_text
+        from shardc.report.refused.memory_error import memory_error_text
 
         super().__init__(memory_error_text(found))
         self.plan = Plan.of(found.plan)

@@ -39,7 +39,7 @@ def tuned(call: FirstCall, tries: int) -> Tuning:
     return tune(
         _by_position(function, list(given), dict(taken.static)), *given.values(), topology=call.source.topology,
         tries=tries, in_placements=options.in_placements, out_placements=options.out_placements,
-        donate_argnames=options.donate,
+        donate_argnames=options.donate, forbid=options.forbid,
     )  # fmt: skip
 
 

@@ -52,8 +52,8 @@ class MeshView:
     """Number of collectives that start together, for kinds that the compiler combines."""
     taken: str = field(default="", compare=False, repr=False)
     """The axis of a pipeline's ranks, if this is the mesh of one rank. It occurs in no placement."""
-    avoids: frozenset[str] = frozenset()
-    """Kinds of boxing steps that a plan uses only if it has to: each costs `AVOIDED` more."""
+    avoids: frozenset[tuple[str, str]] = frozenset()
+    """Kinds of steps, each over an axis, that a plan has only if it must: `shardc.sbp.cost.avoided_cost`."""
     sizes: Mapping[str, int] = field(init=False, compare=False, hash=False, repr=False)
     spans: Mapping[str, tuple[AxisSpan, ...]] = field(init=False, compare=False, hash=False, repr=False)
     """The spans of each axis."""
@@ -126,6 +126,7 @@ def _memory(hbm: str | int) -> int:
     )
 
 
+@compat.face
 def make_mesh(
     *unnamed: Never,
     topology: str | None = None,
@@ -165,6 +166,8 @@ def make_mesh(
     _refuse_order_of_jax(unnamed, axes)
     axes = _filled(axes, topology)
     _check_axes(axes)
+    if topology is not None and not isinstance(topology, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise MeshError(f'topology={topology!r} is no text; write a machine and its shape, as topology="v5p:4x4x2".')
     memory = None if hbm is None else _memory(hbm)
     if topology is not None and calibration is not None:
         raise MeshError("topology= plans without devices, calibration= for the present devices; give only one of them.")

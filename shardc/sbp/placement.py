@@ -109,8 +109,12 @@ class Placement(Mapping[str, SBP]):
     items_: tuple[tuple[str, SBP], ...]
 
     def __init__(self, sbps: Mapping[str, object] | Sequence[tuple[str, object]] = ()) -> None:
-        pairs = list(sbps.items() if isinstance(sbps, Mapping) else sbps)
-        named = [(axis, as_sbp(sbp)) for axis, sbp in pairs]
+        try:
+            named = [(axis, as_sbp(sbp)) for axis, sbp in (sbps.items() if isinstance(sbps, Mapping) else sbps)]
+        except PlacementError:
+            raise
+        except (TypeError, ValueError) as error:
+            raise PlacementError(f"Placement({sbps!r}): write a dict, as Placement({{'data': S(0)}}).") from error
         splits = [(a, s) for a, s in named if isinstance(s, S)]
         partials = [(a, s) for a, s in named if isinstance(s, P)]
         if len({a for a, _ in named}) != len(named):

@@ -167,3 +167,16 @@ def test_the_page_shows_what_is_printed(run, monkeypatch, tmp_path):
 def test_every_command_is_on_the_page():
     page = (ROOT / "docs" / "command-line.md").read_text("utf-8")
     assert [name for name in shardc_command.list_commands(None) if f"`{name}`" not in page] == []
+
+
+def test_what_may_not_move_does_not_move_elsewhere_either(run, refused, tmp_path):
+    script = tmp_path / "strict.py"
+    script.write_text(
+        "import jax.numpy as jnp, shardc\n"
+        "mesh = shardc.make_mesh(data=8)\n"
+        "@shardc.function(mesh=mesh, in_placements={'x': {'data': shardc.S(0)}}, forbid={'data'})\n"
+        "def f(x):\n    return 2 * x\n"
+        "f(jnp.ones(64))\n"
+    )
+    assert "Nothing moves between devices" in run("plan", script, "--mesh", "data=4")
+    assert "The best: " in run("tune", script, "--tries", "2")

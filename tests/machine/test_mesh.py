@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import re
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
@@ -157,8 +156,9 @@ NEEDS = "A mesh needs a positive number of devices for each axis, got"
     ],
 )
 def test_errors_say_what_and_how(make: Callable[[], object], text: str) -> None:
-    with pytest.raises(MeshError, match=f"^{re.escape(text)}$"):
+    with pytest.raises(MeshError) as error:
         make()
+    assert str(error.value) == text
 
 
 AXIS_TYPES = [(AxisType.Auto,) * 2, (AxisType.Explicit,) * 2, (AxisType.Explicit, AxisType.Manual)]

@@ -22,7 +22,7 @@ from shardc.passes.place.problem import Node, Problem, Reader, Value, digits, fi
 from shardc.passes.place.rings import Rings, offer_rings
 from shardc.passes.place.value_tables import ValueTables
 from shardc.sbp.boxing import BoxingTable
-from shardc.sbp.cost import LIGHT, heavy_seconds
+from shardc.sbp.cost import FEMTO, LIGHT, avoided_cost, heavy_seconds
 from shardc.sbp.piece import internal_steps, sent_cost
 from shardc.sbp.placement import P, Placement, ReduceOp, S, is_even
 from shardc.sbp.signature import Setting
@@ -233,7 +233,9 @@ class Domains(ValueTables):
                 for k, (t, r) in enumerate(zip(tables, rows, strict=True))
             )
             sent = internal_steps(n.rule, Setting(op, ports[:count], ports[count:], self.view.sizes))
-            cost[i] = sum(sent_cost(s, self.view).seconds * len(list(same)) for s, same in itertools.groupby(sent))
+            for s, same in itertools.groupby(sent):
+                seconds = sent_cost(s, self.view).seconds + avoided_cost(s.kind, s.axes, self.view) / FEMTO
+                cost[i] += seconds * len(list(same))
         return cost
 
     def literal(self, n: Node, port: int, options: NDArray[np.int64], number: int) -> Placement:
