@@ -23,6 +23,7 @@ from shardc.calls.leaves import abstract, on_one_device
 from shardc.calls.outer_trace import run_in_outer_trace
 from shardc.calls.pins import argument_pins, result_pins
 from shardc.calls.rank_meshes import meshes_of
+from shardc.calls.watch import tell_called, tell_made
 from shardc.compiled import Compiled, run
 from shardc.dataflow.round import traced_round
 from shardc.errors import (
@@ -142,6 +143,7 @@ class Function:
         self._in_placements = _checked_placements(arguments, options, self._view)
         self._moved_from: list[Mesh] = []
         self._begin()
+        tell_made(self)
 
     def _begin(self) -> None:
         """Begins with nothing traced, planned or compiled."""
@@ -299,6 +301,11 @@ class Function:
         return (call.tree, leaves, static, settings(), jax.sharding.get_abstract_mesh())
 
     def _plan(self, call: Call) -> AnyPlan:
+        tell_called(self, call)
+        return self.plan_of(call)
+
+    def plan_of(self, call: Call) -> AnyPlan:
+        """The plan of a call; the known one if its arguments have the types and places of an earlier one's."""
         key = self._key(call)
         arrived = arrivals(call, self.mesh, self._ranks, self._moved_from, self._arguments.where, self._view)
         for arguments, plan in self._plans.get(key, ()):
@@ -432,7 +439,17 @@ class Function:
         self._moved_from.append(old)
         return Move(old, new)
 
-    # -- for `shardc.tune`
+    # -- for `shardc.tune` and the command line
+
+    @property
+    def options(self) -> Options:
+        return self._options
+
+    def plan_elsewhere(self, call: Call, mesh: AnyMesh) -> AnyPlan:
+        """The plan of a call on another mesh, wherever its arguments are now."""
+        pipeline = self._options.pipeline
+        made = self.on(mesh, pipeline and replace(pipeline, meshes=None))
+        return made.plan_of(replace(call, leaves=tuple(map(abstract, call.leaves))))
 
     def on(self, mesh: AnyMesh, pipeline: Pipeline | None = None) -> Function:
         """This function on another mesh, or as a pipeline. Traced programs are kept."""

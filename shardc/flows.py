@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh, Mesh
 from shardc import compat
 from shardc.api import function
 from shardc.arrays.gone import refuse_gone
+from shardc.calls.watch import tell_called, tell_made
 from shardc.dataflow.chart import flow_chart
 from shardc.dataflow.explain import flow_sections
 from shardc.dataflow.host import Host, checked_host
@@ -38,9 +39,9 @@ from shardc.report.tables import WIDTH, report_text
 class FlowPlan(PlannedFlow):
     """The plan of a flow: its nodes, what moves between them, and what a round takes. Needs no devices."""
 
-    def explain(self) -> str:
-        """A report: nodes, what is handed over with its bytes and registers, time and memory."""
-        return report_text(flow_sections(self))
+    def explain(self, *, width: int | None = None) -> str:
+        """A report: nodes, what is handed over with its bytes and registers, time and memory; folded to a width."""
+        return report_text(flow_sections(self), width)
 
     def timeline(self, width: int = WIDTH, *, rounds: int = 8, seconds: Mapping[str, Any] | None = None) -> str:
         """Some simulated rounds as text: a row for each actor, `width` characters to a line.
@@ -101,6 +102,7 @@ class Flow:
         self._has_item = len(parameters) == 2
         self._plans: dict[Any, FlowPlan] = {}
         self._runs: dict[int, FlowRun] = {}
+        tell_made(self)
 
     def __repr__(self) -> str:
         return f"Flow({self.where})"
@@ -124,6 +126,11 @@ class Flow:
             )
         self._check_arrays("state", state)
         self._check_arrays("item", item)
+        tell_called(self, state, item)
+        return self.plan_of(state, item)
+
+    def plan_of(self, state: Any, item: Any) -> FlowPlan:
+        """The plan of a flow; the known one if state and item have the types of earlier ones."""
         key = _key(state), _key(item), settings()
         if key not in self._plans:
             self._plans[key] = self._planned(state, item)

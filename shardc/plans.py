@@ -78,17 +78,19 @@ class PlanFace:
         return tuple(Counterfactual(part) for _, part in self._plan.parts)
 
     @compat.face
-    def diff(self, other: PlanView) -> str:
+    def diff(self, other: PlanView, *, width: int | None = None) -> str:
         """The differences to another plan of the same function, as text: placements of arguments and results,
-        collectives, time, memory. Plans of different functions are compared by paths."""
+        collectives, time, memory. Plans of different functions are compared by paths; `width` is as in `explain`."""
         from shardc.report.diff import diff
 
         if not hasattr(other, "program"):
             raise ArgumentError(f"plan.diff wants a plan of step.plan(...), got {other!r}.")
-        return diff(self._plan, other)
+        return diff(self._plan, other, width)
 
     @compat.face
-    def explain(self, why: str | None = None, *, pins: bool = False, after: str | None = None) -> str:
+    def explain(
+        self, why: str | None = None, *, pins: bool = False, after: str | None = None, width: int | None = None
+    ) -> str:
         """A report of the plan: placements, collectives with their reason, bytes and source line, time and memory; of
         a pipeline also its stages, their schedule and its bubbles.
 
@@ -101,6 +103,7 @@ class PlanFace:
           pins: adds what each pin costs against leaving its values AUTO, for each stage. Solves once for each.
           after: gives the program after this pass instead, as JAX prints it, of each stage if stages are cut;
             `python -m shardc passes` lists the passes.
+          width: folds tables and long lines to so many characters; None: as wide as they are.
 
         Raises:
           ArgumentError: `why` is the name of nothing; `after` names no pass that ran.
@@ -108,13 +111,14 @@ class PlanFace:
         from shardc.report.explain import sections_of
         from shardc.report.explain_why import pins_sections, why_sections
         from shardc.report.passes import programs_after
-        from shardc.report.tables import report_text
+        from shardc.report.tables import folded, report_text
 
         if after is not None:
-            return programs_after(self._plan, after)
+            return folded(programs_after(self._plan, after), width)
         if why is not None:
-            return report_text(why_sections(self.counterfactuals, why))
-        return report_text([*sections_of(self._plan), *(pins_sections(self.counterfactuals) if pins else ())])
+            return report_text(why_sections(self.counterfactuals, why), width)
+        more = pins_sections(self.counterfactuals) if pins else ()
+        return report_text([*sections_of(self._plan, width), *more], width)
 
 
 class Plan(PlanFace, SpmdPlan):

@@ -16,6 +16,12 @@ COVERED: Final[Mapping[str, str]] = {
     "__main__.py": "test_command_line.py",
     "api.py": "whole/test_function.py",
     "calls/*.py": "whole/test_function.py",
+    "commands/lists.py": "test_command_line.py",
+    "commands/machine.py": "tuning/test_calibrate.py",
+    "commands/run.py": "launch/test_options.py",
+    "commands/schedule.py": "test_command_line.py",
+    "commands/tune.py": "commands/test_plans.py",
+    "commands/values.py": "test_command_line.py",
     "compiled.py": "whole/test_function.py",
     "plans.py": "report/test_explain.py",
     # what runs on devices: tested by the numbers of one device

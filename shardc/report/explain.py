@@ -46,9 +46,19 @@ def explain(plan: PlanView) -> str:
     return report_text(sections_of(plan))
 
 
-def sections_of(plan: PlanView) -> list[Section]:
-    """The sections of a plan of any kind, in their order."""
-    own = pipeline_sections(plan) if isinstance(plan, MpmdPlan) else _program_sections(plan)
+def summary_of(plan: PlanView) -> list[Section | None]:
+    """The sections with the figures of a plan of any kind: what a call takes, what is sent, memory."""
+    own = _own_sections(plan)
+    return [_head(plan, own), _totals(plan), _memory(plan, own)]
+
+
+def _own_sections(plan: PlanView, width: int | None = None) -> OwnSections:
+    return pipeline_sections(plan, width) if isinstance(plan, MpmdPlan) else _program_sections(plan)
+
+
+def sections_of(plan: PlanView, width: int | None = None) -> list[Section]:
+    """The sections of a plan of any kind, in their order; `width` is that of what is drawn."""
+    own = _own_sections(plan, width)
     staged = isinstance(plan, MpmdPlan)
     found = [
         _head(plan, own), Section(WORDS), *own.stages,

@@ -101,9 +101,9 @@ class Tuning:
             "donate the arguments that the step replaces (donate_argnames), or use more microbatches."
         )
 
-    def explain(self, count: int = 10) -> str:
-        """The `count` best candidates, and those without a plan, as text."""
-        return tuning_text(self, count)
+    def explain(self, count: int = 10, *, width: int | None = None) -> str:
+        """The `count` best candidates, and those without a plan, as text, folded to a width."""
+        return tuning_text(self, count, width)
 
     def __str__(self) -> str:
         return self.explain()
@@ -114,10 +114,11 @@ class Tuning:
         return f"Tuning({self.name} on {self.where}: {count}{first})"
 
 
-def tuning_text(tuning: Tuning, count: int = 10) -> str:
+def tuning_text(tuning: Tuning, count: int = 10, width: int | None = None) -> str:
     """The text of `Tuning.explain`."""
     notes = Section("Notes", lines=tuning.notes) if tuning.notes else None
-    return report_text((_head(tuning), _table(tuning, count), _without_plan(tuning), notes, _use(tuning)))
+    sections = (_head(tuning), _table(tuning, count), _without_plan(tuning), notes, _use(tuning))
+    return report_text(sections, width)
 
 
 def _head(tuning: Tuning) -> Section:
