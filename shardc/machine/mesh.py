@@ -369,7 +369,9 @@ def _machine_of(mesh: Mesh) -> Topology:
         machine = replace(machine, fabrics=(*machine.fabrics, BETWEEN_PROCESSES))
     if len(machine.fabrics) == 1:
         return machine
-    places = places_of(list(mesh.devices.flat), on_torus=bool(machine.pod), rank=len(machine.fabrics) - 1)
+    inside = bool(machine.pod) and machine.fabrics[0].kind == "switch"  # a chip has several devices
+    rank = len(machine.fabrics) - 1 - inside
+    places = places_of(list(mesh.devices.flat), on_torus=bool(machine.pod), rank=rank, in_chips=inside)
     if places is None:
         return machine
     at = np.asarray(places) - np.min(places, 0)
@@ -384,9 +386,11 @@ def _machine_of(mesh: Mesh) -> Topology:
     return replace(machine, shape=(), layout=lay_along(machine, tuple(mesh.shape.items()), place))
 
 
-def places_of(devices: Sequence[Any], *, on_torus: bool, rank: int) -> list[tuple[int, ...]] | None:
-    """The place of each device: on a torus its first `rank` coordinates, else its number in the NVLink domain; then its
-    slice or domain. None if the devices do not report it."""
+def places_of(
+    devices: Sequence[Any], *, on_torus: bool, rank: int, in_chips: bool = False
+) -> list[tuple[int, ...]] | None:
+    """The place of each device: on a torus its first `rank` coordinates, after its number in its chip where these have
+    several, else its number in the NVLink domain; then its slice or domain. None if the devices do not report it."""
     found: list[tuple[int, ...]] = []
     members: Counter[int] = Counter()
     for device in devices:
@@ -395,7 +399,8 @@ def places_of(devices: Sequence[Any], *, on_torus: bool, rank: int) -> list[tupl
             coords = getattr(device, "coords", None)
             if coords is None:
                 return None
-            found.append((*coords[:rank], domain or 0))
+            core = (getattr(device, "core_on_chip", 0),) if in_chips else ()
+            found.append((*core, *coords[:rank], domain or 0))
         else:
             domain = process_of(device) if domain is None else domain
             found.append((members[domain], domain))
@@ -404,9 +409,10 @@ def places_of(devices: Sequence[Any], *, on_torus: bool, rank: int) -> list[tupl
 
 
 def _along_links(device: Any) -> tuple[int, ...]:
-    """Sort key: devices of a torus by coordinates, the first fastest; others by process and number."""
+    """Sort key: devices of a torus by coordinates, those in a chip fastest, then the first one; others by process and
+    number."""
     place = getattr(device, "coords", None)
-    at = (process_of(device), device.id) if place is None else place[::-1]
+    at = (process_of(device), device.id) if place is None else (*place[::-1], getattr(device, "core_on_chip", 0))
     return (domain_of(device) or 0, *at)
 
 

@@ -310,7 +310,7 @@ class _Search:
 
     @cached_property
     def backend(self) -> Backend:
-        return backend_of(self.mesh.topology.kind)
+        return backend_of(self.mesh.topology.backend)
 
     @cached_property
     def placer(self) -> Placer:

@@ -288,7 +288,7 @@ def rest_cost(kind: StepKind, after: Any, idle: Any, group: DeviceGroup, memory:
 @lru_cache(maxsize=256)
 def memory_cost(topology: Topology) -> int:
     """Femtoseconds to read or write a byte."""
-    return _per_byte(topology.memory_bandwidth)
+    return _per_byte(topology.memory_rate)
 
 
 def avoided_cost(kind: StepKind, axes: Sequence[str], mesh: MeshView) -> int:
@@ -395,10 +395,10 @@ def heavy_seconds(flops: Any, memory: Any, mesh: MeshView, dtype: Any, passes: f
       dtype: of its operands; matrix units are faster in some.
       passes: how often it goes through this memory, at least once.
     """
-    moved = max(passes, 1.0) * memory / mesh.topology.memory_bandwidth
+    moved = max(passes, 1.0) * memory / mesh.topology.memory_rate
     return np.maximum(flops / mesh.topology.flops_in(str(dtype)), moved)
 
 
 def memory_seconds(memory: float, mesh: MeshView) -> float:
     """Time to read and write `memory` bytes."""
-    return memory / mesh.topology.memory_bandwidth
+    return memory / mesh.topology.memory_rate

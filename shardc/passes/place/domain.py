@@ -198,7 +198,7 @@ class Domains(ValueTables):
         for some in held:
             memory += some
         if n.kind != "operation":
-            cost = (0.0 if n.kind == "hold" else CARRIED) * memory / self.mesh.topology.memory_bandwidth
+            cost = (0.0 if n.kind == "hold" else CARRIED) * memory / self.mesh.topology.memory_rate
             if n.eqn is not None and is_transfer(n.eqn):  # its pieces are sent from mesh to mesh as they are
                 cost = cost + n.weight * memory / len(held) / self.mesh.topology.link.bandwidth
             return cost
@@ -209,11 +209,11 @@ class Domains(ValueTables):
                     flops = flops / (size / -(-size // splits[factor]))
             cost = heavy_seconds(flops, memory, self.mesh, work_dtype(n.equation), n.rule.passes)
         else:
-            cost = LIGHT * (memory / self.mesh.topology.memory_bandwidth)
+            cost = LIGHT * (memory / self.mesh.topology.memory_rate)
             for port, share in () if self.mesh.topology.cached else n.traffic:
                 table, row = tables[port], rows[port]
                 if table is not None and row is not None:
-                    cost = cost + share * table.local_bytes[row] / self.mesh.topology.memory_bandwidth
+                    cost = cost + share * table.local_bytes[row] / self.mesh.topology.memory_rate
         if n.rule is not None and n.rule.crossing:
             cost = cost + self._inside(n, options, orders, tables, rows)
         return n.weight * cost
