@@ -54,6 +54,11 @@ class CompiledCall(Generic[ExecutableT, PlanT]):
     def __repr__(self) -> str:
         return repr(self.plan).replace(type(self.plan).__name__, type(self).__name__, 1)
 
+    def _repr_html_(self) -> str | None:
+        from shardc.report.page.small import plan_html
+
+        return plan_html(self.plan)
+
     @compat.face
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         leaves, tree = jax.tree.flatten((args, kwargs))

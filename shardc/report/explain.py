@@ -54,7 +54,7 @@ def sections_of(plan: PlanView) -> list[Section]:
         _head(plan, own), Section(WORDS), *own.stages,
         _borders("Arguments", "uses" * staged, plan.in_borders),
         _borders("Results", "makes" * staged, plan.out_borders),
-        *own.transfers, _moves(plan), _totals(plan), *own.channels,
+        *own.transfers, _moves(plan), totals(plan), *own.channels,
         _gathered(plan), _found(plan), _notes(plan), _memory(plan, own),
     ]  # fmt: skip
     return [s for s in found if s is not None]
@@ -231,7 +231,7 @@ def _moves(plan: PlanView) -> Section:
     return Section(f"{title}{which} sends in one call", columns, rows)
 
 
-def _totals(plan: PlanView) -> Section | None:
+def totals(plan: PlanView) -> Section | None:
     """A table of bytes by axis and kind of collective."""
     totals: dict[tuple[str, str], list[Collective]] = {}
     for _, c in plan.moves:
