@@ -103,7 +103,6 @@ class PlanFace:
             return report_text(why_sections(self.counterfactuals, why))
         return report_text([*sections_of(self._plan), *(pins_sections(self.counterfactuals) if pins else ())])
 
-
     def report(self, path: str | PathLike[str]) -> None:
         """Writes the plan as one HTML page that needs no network: warnings, figures, the mesh and where each array
         lives, the program by module with what moves there and why, bytes and seconds by axis, memory over the call; of
@@ -141,7 +140,7 @@ class Plan(PlanFace, SpmdPlan):
         Path(path).write_text(to_json(record(self)), "utf-8")
 
     def draw(self, path: str | PathLike[str]) -> None:
-        """Draws a call into an `.svg` or `.png` file: what its time goes to, and the bytes in memory, from begin to end.
+        """Draws a call into an `.svg` or `.png` file: what its time goes to, and the bytes in memory, along the call.
 
         Raises:
           PipelineError: another ending, or matplotlib is not installed (`pip install "shardc[report]"`).

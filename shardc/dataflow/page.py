@@ -14,8 +14,8 @@ from shardc.report.chart import Chart
 from shardc.report.page.charts import chart_data
 from shardc.report.page.modules import PlacedRows
 from shardc.report.page.page import Figure, Page, moves_data, programs_of
-from shardc.report.page.places import array_data, mesh_data
-from shardc.report.tables import bytes_text, mesh_text, number_text, percent_text, placement_text, seconds_text
+from shardc.report.page.places import ArrayAt, arrays_data, mesh_data
+from shardc.report.tables import bytes_text, mesh_text, number_text, percent_text, seconds_text
 from shardc.sbp.placement import is_even
 
 
@@ -26,7 +26,7 @@ def flow_page(plan: PlannedFlow, chart: Chart) -> Page:
         ((name, *around), rows, times) for name, work in works.items() for around, rows, times in programs_of(work.plan)
     ]
     data = {**_places(plan), "chart": chart_data(chart), **moves_data(programs)}
-    name, need, most = max(plan.memory_by_row, key=lambda row: row[1] / (row[2] or row[1] or 1))
+    name, need, most = max(plan.memory_by_row, key=lambda row: (row[2] is not None, row[1] / (row[2] or 1)))
     share = None if most is None else need / most
     without = 0 if plan.has_inputs else 1  # of the inputs' node and actor
     figures = [
@@ -42,19 +42,15 @@ def flow_page(plan: PlannedFlow, chart: Chart) -> Page:
 def _places(plan: PlannedFlow) -> dict[str, Any]:
     """The meshes of a flow, and the values that are handed over, where they are taken."""
     meshes: dict[AnyMesh, int] = {}
-    rows: list[dict[str, Any]] = []
+    found: list[ArrayAt] = []
     for edge in plan.edges:
+        why = how_text(edge) + (f", {number_text(edge.delay, 'round')} late" if edge.delay else "")
+        name = f"{edge.giver} \N{RIGHTWARDS ARROW} {edge.taker}"
         for move in edge.moves:
-            there, aval = edge.places(move)[1], edge.giver.results[move.output]
+            (_, there), aval = edge.places(move), edge.giver.results[move.output]
             if there.mesh is not None and there.placement is not None:
-                late = f", {number_text(edge.delay, 'round')} late" if edge.delay else ""
-                size = there.bytes(aval)
-                rows.append(
-                    array_data(aval.shape, there.placement)
-                    | {"path": f"{edge.giver} \N{RIGHTWARDS ARROW} {edge.taker}", "why": how_text(edge) + late}
-                    | {"type": compat.short_text(aval.shape, aval.dtype), "placement": placement_text(there.placement)}
-                    | {"bytes": bytes_text(size), "size": size, "mesh": meshes.setdefault(there.mesh, len(meshes))}
-                    | {"reuses": False, "padded": not is_even(aval.shape, there.placement, view(there.mesh).sizes)}
-                )  # fmt: skip
-    found = [mesh_data(mesh_text(mesh), view(mesh)) for mesh in meshes]
-    return {"meshes": found, "arrays": [{"title": "Handed over to meshes", "rows": rows}]} if rows else {}
+                kind, mesh = compat.short_text(aval.shape, aval.dtype), meshes.setdefault(there.mesh, len(meshes))
+                padded = not is_even(aval.shape, there.placement, view(there.mesh).sizes)
+                found.append(ArrayAt(name, kind, aval.shape, there.placement, mesh, why, there.bytes(aval), padded))
+    drawn = [mesh_data(mesh_text(mesh), view(mesh)) for mesh in meshes]
+    return {"meshes": drawn, "arrays": [arrays_data("Handed over to meshes", found)]} if found else {}

@@ -14,9 +14,9 @@ from shardc.report.chart import Chart
 from shardc.report.page.course import BUCKETS, KINDS, course_of
 from shardc.report.page.equations import ProgramRows
 from shardc.report.page.modules import rounded
-from shardc.report.tables import bytes_text, fold_paths, fold_rows, percent_text, placement_text
+from shardc.report.tables import Key, bytes_text, fold_leaves, number_text, percent_text, placement_text
 
-LARGEST: Final = 30
+LARGEST: Final = 15
 """The most rows of a table of what fills the memory."""
 
 
@@ -29,9 +29,6 @@ def course_data(placed: PlacedProgram, found: ProgramRows, limit: int) -> dict[s
         for v, size in profile.largest()
         if size
     ]
-    parts = [
-        (fold_paths(names), len(names), *map(str, key), sum(sizes)) for key, names, sizes in fold_rows(keyed)
-    ]  # fmt: skip
     texts = [f"{'/'.join(rows[i].scopes)} {rows[i].line}".strip() for i in course.first] if rows else []
     return {
         "course": {
@@ -41,35 +38,38 @@ def course_data(placed: PlacedProgram, found: ProgramRows, limit: int) -> dict[s
             "where": texts,
             "limit": limit,
             "peak": course.peak,
-            "filled": _largest(parts),
+            "filled": _largest(keyed),
         }
     }
 
 
-def _largest(parts: Sequence[tuple[Any, ...]]) -> dict[str, Any]:
-    """The largest of the rows (name, count, type, where, bytes) as texts, with a row for the others together."""
-    ordered = sorted(parts, key=lambda part: -part[-1])
-    shown, others = ordered[:LARGEST], ordered[LARGEST:]
-    rows = [(name, str(count), kind, where, bytes_text(size)) for name, count, kind, where, size in shown]
-    if others:
-        size = sum(part[-1] for part in others)
-        rows.append((f"{len(others)} more", str(sum(part[1] for part in others)), "", "", bytes_text(size)))
-    return {"columns": ("value", ">how many", "type", "where", ">bytes per device"), "rows": rows}
+def _largest(rows: Sequence[tuple[Key, str, int]]) -> dict[str, Any]:
+    """A table of the largest of the rows ((type, where), name, bytes), alike ones folded, with one row for the others
+    together."""
+    folded = [(name, *map(str, key), sum(sizes)) for key, name, sizes in fold_leaves(rows)]
+    folded.sort(key=lambda row: -row[-1])
+    cells = [(*words, bytes_text(size)) for *words, size in folded[:LARGEST]]
+    if others := folded[LARGEST:]:
+        cells.append((f"{number_text(len(others), 'more row')}", "", "", bytes_text(sum(row[-1] for row in others))))
+    return {"columns": ("value", "type", "where", ">bytes per device"), "rows": cells}
 
 
 def ranks_data(memory: PipelineMemory) -> dict[str, Any]:
     """The memory of each rank of a pipeline over the call, and what fills the fullest at its peak."""
     worst = memory.worst
-    keyed = [((h.value, f"{h.kind}, stage {h.stage}"), h.name or "made by shardc", h) for h in worst.holdings]
-    parts = [
-        (fold_paths(names), sum(h.count for h in found), *map(str, key), sum(h.bytes for h in found))
-        for key, names, found in fold_rows(keyed)
+    keyed = [
+        (
+            (f"{h.value}{f', {h.count} of them' * (h.count > 1)}", f"{h.kind}, stage {h.stage}"),
+            h.name or "made by shardc",
+            h.bytes,
+        )
+        for h in worst.holdings
     ]
     return {
         "ranks": [_rank(rank) for rank in memory.ranks],
         "worst": worst.rank,
         "label": str(worst.peak_label),
-        "filled": _largest(parts),
+        "filled": _largest(keyed),
     }
 
 
@@ -97,7 +97,13 @@ def chart_data(chart: Chart) -> dict[str, Any]:
     def spans(track: Any, row: int, extent: float) -> list[tuple[Any, ...]]:
         scale = 1e6 / extent if extent else 0.0
         return [
-            (kinds.index(chart.kind(s.label)), chart.chunk(s.label), chart.label(s.label), round(s.start * scale), round(s.end * scale))
+            (
+                kinds.index(chart.kind(s.label)),
+                chart.chunk(s.label),
+                chart.label(s.label),
+                round(s.start * scale),
+                round(s.end * scale),
+            )
             for s in chart.spans(track, row)
             if s.end > s.start
         ]

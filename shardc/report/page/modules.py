@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 from shardc.ir.collective import Collective
 from shardc.report.page.equations import EquationRow
-
+from shardc.report.tables import placement_text
 
 PlacedRows: TypeAlias = tuple[tuple[str, ...], Sequence[EquationRow], int]
 """The modules around a program, its rows, and its executions in one call."""
@@ -32,7 +32,7 @@ class _Line:
                 self.size, self.makes = row.size, row.makes
         self.seconds += row.time.total * times
         for c, seconds in seconds_of(row):
-            key = c.kind, ", ".join(c.axes), c.value, c.src, c.dst, row.why
+            key = c.kind, ", ".join(c.axes), c.value, placement_text(c.src), placement_text(c.dst), row.why
             found = self.moves.setdefault(key, [0, 0, 0.0])
             for i, more in enumerate((c.count, c.bytes, seconds)):
                 found[i] += more * times

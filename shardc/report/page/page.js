@@ -95,41 +95,52 @@ function held(array, mesh, at) {
   return texts.every(text => text === ":") ? "all" : texts.join(", ");
 }
 
-const hue = i => `hsl(${Math.round(i * 137.508 + 205) % 360} 52% 76%)`;
+// The colour of a piece: its place along the first split dimension is the hue, along the others how light it is.
+function colourOfPiece(place, places, light, lights) {
+  const turn = places > 1 ? 205 + 360 * place / places : 205, pale = lights > 1 ? 86 - 28 * light / (lights - 1) : 78;
+  return `hsl(${Math.round(turn) % 360} ${places > 1 ? 55 : lights > 1 ? 12 : 52}% ${pale.toFixed(1)}%)`;
+}
 
 // The devices of the mesh, and the dimensions of the array below them: the same colour is the same piece.
 function drawPlaces(array, mesh) {
-  const axes = mesh.axes.filter(([, n]) => n > 1), most = [16, 12, 6];
+  const axes = mesh.axes.filter(([, n]) => n > 1), most = [16, 8, 4];
   const order = axes.slice().reverse(), shown = order.map(([, n], i) => Math.min(n, most[Math.min(i, 2)]));
   const [columns, rows] = [shown[0] || 1, shown[1] || 1], facets = shown.slice(2).reduce((a, b) => a * b, 1);
-  const side = Math.max(17, Math.min(56, Math.floor(320 / columns))), label = 16, between = 22;
-  const some = Math.min(facets, 4), pieces = new Map(), cells = [];
+  const some = Math.min(facets, 4), label = 16, between = 22;
+  const side = Math.max(14, Math.min(64, Math.floor(320 / columns), Math.floor((400 / some - between) / rows)));
+  const [wide, high] = [Math.max(label + columns * side, 190), some * (rows * side + between)];
+  const cells = [], counts = array.cuts.map(cut => cut.reduce((n, axis) => n * new Map(mesh.axes).get(axis), 1));
+  const first = counts.findIndex(n => n > 1), others = counts.map((n, dim) => dim > first ? n : 1);
+  const place = (dim, at) => array.cuts[dim].reduce((n, axis) => n * new Map(mesh.axes).get(axis) + at[axis], 0);
+  function colour(at) {
+    if (first < 0) return colourOfPiece(0, 1, 0, 1);
+    const light = others.reduce((n, count, dim) => count > 1 ? n * count + place(dim, at) : n, 0);
+    return colourOfPiece(place(first, at), counts[first], light, others.reduce((a, b) => a * b, 1));
+  }
   const name = i => order[i] ? `${order[i][0]}=${order[i][1]}` : "";
-  const grid = s("svg", {viewBox: `0 0 ${columns * side + label} ${some * (rows * side + between)}`, role: "img",
-    style: `max-width: ${(columns * side + label) * 1.1}px`, "aria-label": `devices of the mesh and what each holds`});
+  const grid = s("svg", {viewBox: `0 0 ${wide} ${high}`, width: wide, role: "img", "aria-label": `devices of the mesh and what each holds`});
   for (let facet = 0; facet < some; facet++) {
     const top = facet * (rows * side + between) + 14, fixed = {};
     let rest = facet;
     order.slice(2).forEach(([axis], i) => { fixed[axis] = rest % shown[i + 2]; rest = Math.floor(rest / shown[i + 2]); });
     const where = Object.entries(fixed).map(([axis, i]) => `, ${axis} ${i}`).join("");
-    grid.append(s("text", {x: label, y: top - 4}, `${name(0)} \u2192${where}`));
+    if (name(0)) grid.append(s("text", {x: label, y: top - 4}, `${name(0)} \u2192${where}`));
     if (name(1)) grid.append(s("text", {transform: `translate(10 ${top + rows * side}) rotate(-90)`}, `${name(1)} \u2192`));
     for (let y = 0; y < rows; y++) for (let x = 0; x < columns; x++) {
       const at = {...Object.fromEntries(mesh.axes.map(([axis]) => [axis, 0])), ...fixed};
       if (order[0]) at[order[0][0]] = x;
       if (order[1]) at[order[1][0]] = y;
       const text = held(array, mesh, at);
-      if (!pieces.has(text)) pieces.set(text, pieces.size);
       const cell = s("rect", {x: label + x * side, y: top + y * side, width: side, height: side, rx: 3,
-        fill: text === "nothing" ? "var(--line)" : hue(pieces.get(text))},
+        fill: text === "nothing" ? "var(--line)" : colour(at)},
         s("title", {}, `${Object.entries(at).map(([axis, i]) => `${axis}=${i}`).join(", ")}: ${text}`));
       cell.addEventListener("mouseenter", () => light(cells.filter(c => c.text === text), array, mesh, at));
-      cells.push({cell, text});
+      cells.push({cell, text, name: s("text", {class: "in", x: label + (x + 0.5) * side, y: top + (y + 0.5) * side}, text)});
       grid.append(cell);
-      if (text.length * 6.7 < side - 4) grid.append(s("text", {class: "in", x: label + (x + 0.5) * side, y: top + (y + 0.5) * side}, text));
     }
   }
-  const bars = s("svg", {viewBox: `0 0 340 ${Math.max(1, array.shape.length) * 34}`, role: "img", "aria-label": "dimensions and their pieces"});
+  if (cells.every(({text}) => text.length * 6.7 < side - 4)) grid.append(...cells.map(({name}) => name));
+  const bars = s("svg", {width: 340, viewBox: `0 0 340 ${Math.max(1, array.shape.length) * 34}`, role: "img", "aria-label": "dimensions and their pieces"});
   const parts = [];
   array.shape.forEach((size, dim) => {
     const sizes = array.cuts[dim].map(axis => new Map(mesh.axes).get(axis)), count = sizes.reduce((a, b) => a * b, 1);
@@ -139,7 +150,7 @@ function drawPlaces(array, mesh) {
     const drawn = Math.min(count, 64);
     for (let i = 0; i < drawn; i++) {
       const begin = Math.min(i * block, size), part = s("rect", {x: i * 340 / drawn, y: dim * 34 + 15, width: 340 / drawn, height: 13,
-        fill: count === 1 || begin >= size ? "var(--line)" : hue(i)});
+        fill: count === 1 || begin >= size ? "var(--line)" : dim === first ? colourOfPiece(i, drawn, 0, 1) : colourOfPiece(0, 1, i, drawn)});
       parts.push({part, dim, begin: count > drawn ? -1 : begin});
       bars.append(part);
     }
@@ -175,7 +186,7 @@ function drawArrays(body) {
       rows.slice(begin, begin + 200).forEach(array => {
         const mesh = data.meshes[array.mesh];
         const row = h("tr", {onclick: () => choose(row, array)},
-          h("td", {class: "code"}, h("button", {class: "code"}, array.path), " ", array.reuses && h("span", {class: "tag"}, "reuses its argument")),
+          h("td", {class: "code"}, h("button", {class: "code"}, array.path)),
           staged && h("td", {}, mesh.name), h("td", {class: "code"}, array.type),
           h("td", {class: "code"}, array.placement, array.padded && " padded", strip(array, mesh)), h("td", {}, array.why), h("td", {class: "number"}, array.bytes));
         made.append(row);
@@ -186,8 +197,8 @@ function drawArrays(body) {
       }
     };
     more(0);
-    const names = ["path", ...(staged ? ["stage"] : []), "type", "placement", "why"];
-    return [h("h3", {}, `${group.title}: ${rows.length} row${rows.length === 1 ? "" : "s"}`), rows.length > 0 && h("div", {class: "arrays wide"}, h("table", {},
+    const names = ["path", ...(staged ? ["on"] : []), "type", "placement", "why"];
+    return [h("h3", {}, group.title), rows.length > 0 && h("div", {class: "arrays wide"}, h("table", {},
       h("thead", {}, h("tr", {}, names.map(n => h("th", {}, n)), h("th", {class: "number"}, "per device"))), made))];
   }
   const draw = query => lists.replaceChildren(...data.arrays.flatMap(group => list(group, query)).filter(Boolean));
@@ -312,7 +323,7 @@ function drawCourse(body) {
     near && across(120 - limit / top * 120, "var(--full)"), s("path", {d: `M${(peak + 0.5) / n * 1000} 0V120`, stroke: "var(--ink)", "vector-effect": "non-scaling-stroke"}));
   const note = near ? `the dashed line is the limit, ${bytesText(limit)}` : `of ${bytesText(limit)}`;
   lanes.append(h("div", {class: "lane"}, h("span", {}, `memory: ${bytesText(fullest)} at the peak; ${note}`), memory),
-    h("div", {class: "lane"}, h("span"), h("div", {style: "display: flex; justify-content: space-between", class: "track-name"},
+    h("div", {class: "lane"}, h("span"), h("div", {class: "ruler"},
       [0, 0.25, 0.5, 0.75, 1].map(part => h("span", {}, part ? secondsText(part * whole) : "0")))));
   pointed(lanes, says, at => {
     const i = Math.floor(at * n), parts = kinds.filter(k => k[2][i] > 0.005).map(k => `${k[0]} ${Math.round(100 * k[2][i])}%`);
@@ -368,6 +379,10 @@ function drawRun(body) {
         [...paths].map(([key, d]) => { const [kind, chunk] = key.split(" "); return s("path", {d, fill: lighter(kinds[kind][1], +chunk)}); }), texts)));
       if (i === tracks.length - 1 && several) { names.append(h("div", {class: "gap"})); made.push(h("div", {class: "gap"})); }
     }));
+    const marks = Math.max(4, Math.round(width / 160));
+    const ruler = extent => h("div", {class: "ruler", style: `width: ${width}px`}, Array.from({length: marks + 1}, (_, i) => h("span", {}, i ? time(i / marks * extent) : "0")));
+    const scales = new Set(tracks.map(track => track.extent)).size > 1 ? tracks : tracks.slice(0, 1);
+    scales.forEach(track => { names.append(h("div", {class: "track-name"}, scales.length > 1 ? track.name : "")); made.push(ruler(track.extent)); });
     lanes.replaceChildren(...made);
   }
   const zoom = h("input", {type: "range", min: 1, max: 20, step: 0.5, value: 1, "aria-label": "Zoom", oninput: draw});

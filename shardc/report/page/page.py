@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -75,7 +76,7 @@ class Page:
         return report_text(self.sections)
 
 
-def write_page(page: Page, path: str | Path) -> None:
+def write_page(page: Page, path: str | PathLike[str]) -> None:
     """Write a page into an `.html` file.
 
     Raises:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from shardc.ir.walk import short_aval
@@ -16,40 +17,66 @@ from shardc.sbp.placement import Placement
 def mesh_data(name: str, mesh: MeshView) -> dict[str, Any]:
     """A mesh: its axes with their sizes, and its devices in words."""
     whole = mesh.size == math.prod(mesh.topology.shape)  # not the mesh of one stage
-    devices = devices_text(mesh.topology, mesh.size) if whole else number_text(mesh.size, f"{mesh.topology.kind} device")
+    devices = (
+        devices_text(mesh.topology, mesh.size) if whole else number_text(mesh.size, f"{mesh.topology.kind} device")
+    )
     return {"name": name, "axes": list(mesh.axes), "devices": devices}
 
 
-def array_data(shape: Sequence[int], placement: Placement) -> dict[str, Any]:
-    """How an array is cut: for each dimension the axes that split it, outermost first, and the axes with partial
-    values."""
-    placement = placement.resolve(len(shape))
-    return {
-        "shape": list(shape),
-        "cuts": [placement.axes_of(d) for d in range(len(shape))],
-        "partial": placement.partial_axes,
-        "op": placement.partial_op or "",
-    }
+@dataclass(frozen=True)
+class ArrayAt:
+    """An array on a mesh.
+
+    Attributes:
+      path, kind: its name; its dtype and shape as text.
+      mesh: the number of the mesh in the page's list.
+      why: why it is there.
+      bytes: on each device.
+      padded: whether a device's piece is padded.
+    """
+
+    path: str
+    kind: str
+    shape: Sequence[int]
+    placement: Placement
+    mesh: int
+    why: str
+    bytes: int
+    padded: bool
 
 
-def borders_data(title: str, borders: Sequence[Border], why: Callable[[Border], str], stages: bool) -> dict[str, Any]:
-    """Arguments or results, those alike in one row, with the mesh that each lives on.
+def arrays_data(title: str, arrays: Sequence[ArrayAt]) -> dict[str, Any]:
+    """A table of arrays, alike ones in one row. For each the axes that split each of its dimensions, outermost first,
+    and those along which it is partial."""
+    rows: list[dict[str, Any]] = []
+    keyed = [((a.kind, placement_text(a.placement), a.why, a.mesh), a.path, a) for a in arrays]
+    for (kind, placement, why, mesh), path, found in fold_leaves(keyed):
+        first, shape = found[0], found[0].shape
+        at = first.placement.resolve(len(shape))
+        rows.append({
+            "path": path, "type": kind, "placement": placement, "why": why, "mesh": mesh, "padded": first.padded,
+            "bytes": bytes_text(sum(a.bytes for a in found)), "shape": list(shape), "partial": at.partial_axes,
+            "op": at.partial_op or "", "cuts": [at.axes_of(d) for d in range(len(shape))],
+        })  # fmt: skip
+    return {"title": title, "rows": rows}
+
+
+def borders_data(title: str, borders: Sequence[Border], why: Callable[[Border], str], staged: bool) -> dict[str, Any]:
+    """Arguments or results.
 
     Args:
       title: what they are.
       borders: all of them.
       why: why one is placed as it is.
-      stages: whether they live on the meshes of stages.
+      staged: whether they live on the meshes of stages.
     """
-    keyed = [
-        ((short_aval(b.aval), placement_text(b.placement), why(b), b.stage), b.path or "result", b) for b in borders
-    ]
-    rows: list[dict[str, Any]] = []
-    for (kind, placement, reason, stage), path, found in fold_leaves(keyed):
-        size = sum(b.bytes for b in found)
-        rows.append(
-            array_data(found[0].aval.shape, found[0].placement)
-            | {"path": path, "type": kind, "placement": placement, "why": reason, "bytes": bytes_text(size), "size": size}
-            | {"mesh": stage if stages else 0, "reuses": all(b.reuses for b in found), "padded": found[0].is_padded}
-        )  # fmt: skip
-    return {"title": title, "rows": rows}
+    own = [
+        ArrayAt(
+            b.path or "result", short_aval(b.aval), b.aval.shape, b.placement, b.stage * staged, why(b), b.bytes,
+            b.is_padded,
+        )
+        for b in borders
+        if not b.reuses
+    ]  # fmt: skip
+    rest = f"; {len(borders) - len(own)} of them reuse the buffers and placements of donated arguments"
+    return arrays_data(f"{title}: {number_text(len(borders), 'array')}{rest * (len(own) < len(borders))}", own)

@@ -65,7 +65,15 @@ def _figure(plan: SpmdPlan, course: Course) -> Figure:
         f"in collectives{overlap}",
         f"peak memory {bytes_text(plan.memory.peak)} of {bytes_text(hbm)} ({percent_text(plan.memory.peak / hbm)})",
     )
-    figure.text(0.15 / _WIDTH, 1 - 0.12 / height, f"{plan.program.name} on {plan.mesh}", size=10, weight="bold", color=INK, va="top")
+    figure.text(
+        0.15 / _WIDTH,
+        1 - 0.12 / height,
+        f"{plan.program.name} on {plan.mesh}",
+        size=10,
+        weight="bold",
+        color=INK,
+        va="top",
+    )
     for i, line in enumerate(lines):
         figure.text(0.15 / _WIDTH, 1 - (0.34 + 0.17 * i) / height, line, size=8, color=PALE, va="top")
     return figure
@@ -79,7 +87,9 @@ def _draw_times(course: Course, axes: Axes) -> None:
     axes.tick_params(axis="y", labelcolor=INK)
     for i, (kind, shares) in enumerate(course.shares.items()):
         axes.axhspan(i + 0.06, i + 0.94, color="#f4f5f7", lw=0, zorder=0)
-        axes.stairs(i + 0.94 - 0.88 * shares, np.arange(BUCKETS + 1), baseline=i + 0.94, fill=True, color=KINDS[kind][1], lw=0)
+        axes.stairs(
+            i + 0.94 - 0.88 * shares, np.arange(BUCKETS + 1), baseline=i + 0.94, fill=True, color=KINDS[kind][1], lw=0
+        )
 
 
 def _draw_memory(plan: SpmdPlan, course: Course, axes: Axes) -> None:
