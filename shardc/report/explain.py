@@ -271,11 +271,15 @@ def _found(plan: PlanView) -> Section | None:
 
 
 def _notes(plan: PlanView) -> Section | None:
+    lines = notes_of(plan)
+    return Section("Notes", lines=lines) if lines else None
+
+
+def notes_of(plan: PlanView) -> list[str]:
     """The notes of a plan, alike ones folded."""
     notes = [*plan.request.notes, *(note for _, part in plan.parts for note in uneven_notes(part))]
     folded = fold_rows([((), note, None) for note in notes])
-    lines = [times_text(fold_paths(alike), len(alike)) for _, alike, _ in folded]
-    return Section("Notes", lines=lines) if lines else None
+    return [times_text(fold_paths(alike), len(alike)) for _, alike, _ in folded]
 
 
 # -- memory

@@ -13,7 +13,7 @@ from shardc.errors import ArgumentError
 from shardc.pipeline.plan import MpmdPlan, PlanView
 from shardc.plan.plan import SpmdPlan
 from shardc.report.chart import Chart, planned_chart
-from shardc.report.explain import optimality_text, sections_of, why_placed
+from shardc.report.explain import notes_of, optimality_text, sections_of, why_placed
 from shardc.report.page.charts import chart_data, course_data, ranks_data
 from shardc.report.page.equations import program_rows
 from shardc.report.page.modules import PlacedRows, modules_data, totals_data
@@ -122,16 +122,22 @@ def page_of(plan: PlanView, chart: Chart | None = None) -> Page:
     borders = (("Arguments", plan.in_borders), ("Results", plan.out_borders))
     arrays = [borders_data(title, found, why_placed, staged) for title, found in borders]
     where = plan.request.where
-    notes = [*(text.removeprefix(f"{where}: ") for text in warnings_of(plan, where)), *plan.request.notes]
-    if (free := plan.unlimited) is not None:
-        notes.append(
-            f"Memory decided this plan: without the limit a call takes about {seconds_text(free.seconds)} and "
-            f"{bytes_text(free.peak)} of memory."
-        )
     sizes = {s.rank: s.mesh.size for s in plan.stages} if isinstance(plan, MpmdPlan) else {0: plan.mesh.size}
     about = f"{where} on {devices_text(plan.mesh.topology, sum(sizes.values()))}"
     data = {"meshes": meshes, "arrays": arrays, **own}
-    return Page(plan.program.name, about, notes, figures_of(plan), sections_of(plan), data)
+    return Page(plan.program.name, about, warnings_on(plan), figures_of(plan), sections_of(plan), data)
+
+
+def warnings_on(plan: PlanView) -> list[str]:
+    """The warnings about a plan and its notes, those alike in one."""
+    where = plan.request.where
+    found = [*(text.removeprefix(f"{where}: ") for text in warnings_of(plan, where)), *notes_of(plan)]
+    if (free := plan.unlimited) is not None:
+        found.append(
+            f"Memory decided this plan: without the limit a call takes about {seconds_text(free.seconds)} and "
+            f"{bytes_text(free.peak)} of memory."
+        )
+    return list(dict.fromkeys(found))
 
 
 def figures_of(plan: PlanView) -> list[Figure]:

@@ -7,17 +7,14 @@ from typing import Any
 
 from shardc.pipeline.plan import PlanView
 from shardc.report.explain import totals
-from shardc.report.page.page import environment, figures_of
-from shardc.report.plan_warnings import warnings_of
+from shardc.report.page.page import environment, figures_of, warnings_on
 from shardc.report.tables import Section
 
 
 def plan_html(plan: PlanView) -> str | None:
     """A plan in a notebook: its warnings, its figures, and what moves by axis and kind."""
-    where = plan.request.where
-    warnings = [text.removeprefix(f"{where}: ") for text in warnings_of(plan, where)]
     return _rendered(
-        title=f"{plan.program.name} on {plan.mesh}", warnings=warnings, figures=figures_of(plan),
+        title=f"{plan.program.name} on {plan.mesh}", warnings=warnings_on(plan), figures=figures_of(plan),
         sections=[found for found in (totals(plan),) if found is not None],
         foot='plan.report("plan.html") writes all of it as a page, print(plan.explain()) as text.',
     )  # fmt: skip
