@@ -49,7 +49,7 @@ class EquationRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
+class Maker:
     """The maker of a value: an operation in its scopes; an argument, which has no line."""
 
     name: str
@@ -74,31 +74,31 @@ class ProgramRows:
 
     Attributes:
       rows: one for each point of time of `live_ranges`, in that order.
-      origins: the maker of each value; of a copy that a boxing makes, that of the value itself.
+      makers: the maker of each value; of a copy that a boxing makes, that of the value itself.
       copies: the values that boxings make.
     """
 
     rows: Sequence[EquationRow]
-    origins: Mapping[Var, Origin]
+    makers: Mapping[Var, Maker]
     copies: Set[Var]
 
     def name(self, var: Var) -> str:
         """`GPT2/blocks_0/attn/dot_general`, `copy of argument params/w`."""
-        return f"{'copy of ' * (var in self.copies)}{self.origins.get(var, 'a value of shardc')}"
+        return f"{'copy of ' * (var in self.copies)}{self.makers.get(var, 'a value of shardc')}"
 
 
 def program_rows(placed: PlacedProgram) -> ProgramRows:
     """The rows of a placed program."""
     walk = _RowWalk(placed)
     rows = list(walk.body(placed.boxed.jaxpr, 1, (), False))
-    return ProgramRows(rows, walk.origins, walk.copies)
+    return ProgramRows(rows, walk.makers, walk.copies)
 
 
 class _RowWalk:
     """The walk from the first equation to the last.
 
     Attributes:
-      origins: the maker of each value so far.
+      makers: the maker of each value so far.
       readers: the first equation that reads each value.
       copies: the values that boxings make.
       costs: by equation.
@@ -109,7 +109,7 @@ class _RowWalk:
         self.placements = placed.boxed.placements
         self.costs = equation_costs(placed.boxed, placed.mesh)
         paths = zip(placed.program.in_paths, jaxpr.invars, strict=False)
-        self.origins = {v: Origin(f"argument {path}") for path, v in paths}
+        self.makers = {v: Maker(f"argument {path}") for path, v in paths}
         self.readers: dict[Var, Eqn] = {}
         for eqn in all_eqns(jaxpr):
             for v in compat.variables(eqn.invars):
@@ -122,25 +122,25 @@ class _RowWalk:
             names, line, backward = self.place(eqn, outer, back)
             scopes = shown(names, line, backward)
             for body in nested_bodies(eqn) if eqn.primitive.name in NESTED else ():
-                self.origins |= {v: self.origin(a) for v, a in body.given(eqn)}
+                self.makers |= {v: self.maker(a) for v, a in body.given(eqn)}
                 yield EquationRow(scopes, line, "", 0, Time())
                 yield from self.body(body.jaxpr, count * trips_of(eqn), names, backward)
             yield self.row(eqn, scopes, line, count)
             if eqn.primitive is not box_p:
-                made = Origin(eqn.primitive.name, line, names, backward)
-                self.origins |= dict.fromkeys(eqn.outvars, made)
+                made = Maker(eqn.primitive.name, line, names, backward)
+                self.makers |= dict.fromkeys(eqn.outvars, made)
             else:
-                self.origins[eqn.outvars[0]] = self.origin(eqn.invars[0])
+                self.makers[eqn.outvars[0]] = self.maker(eqn.invars[0])
                 self.copies.add(eqn.outvars[0])
 
-    def origin(self, atom: Atom) -> Origin:
-        return Origin("a constant") if compat.is_literal(atom) else self.origins[atom]
+    def maker(self, atom: Atom) -> Maker:
+        return Maker("a constant") if compat.is_literal(atom) else self.makers[atom]
 
     def place(self, eqn: Eqn, outer: tuple[str, ...], back: bool) -> tuple[tuple[str, ...], str, bool]:
         """The names of an equation's scopes, its line, and whether it is in a backward pass. A boxing stands where its
         value is made; where that is an argument, with its reader."""
         if eqn.primitive is box_p:
-            made = self.origin(eqn.invars[0])
+            made = self.maker(eqn.invars[0])
             if made.line or (reader := self.reader(eqn)) is None:
                 return made.names, made.line or eqn.params["source"], made.backward
             return self.place(reader, outer, back)
@@ -172,7 +172,7 @@ class _RowWalk:
 
     def why(self, eqn: Eqn) -> str:
         """`dot_general leaves it at {model: P(sum)}; add reads it at B`."""
-        made, reader = self.origin(eqn.invars[0]), self.reader(eqn)
+        made, reader = self.maker(eqn.invars[0]), self.reader(eqn)
         leaves = f"{made.name} leaves it" if made.line else f"{made.name} is"
         if not compat.is_literal(eqn.invars[0]) and eqn.invars[0] in self.copies:
             leaves = f"a copy of what {made.name} makes is" if made.line else f"a copy of {made.name} is"

@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import pytest
 
+import shardc
 from shardc.passes.estimate.plan_cost import Time
 from shardc.report.page.course import BUCKETS, course_of
 from shardc.report.page.equations import program_rows
@@ -89,8 +90,6 @@ def test_values_at_the_peak_have_names():
 
 
 def test_an_empty_program_has_a_page():
-    import shardc
-
     plan = shardc.function(lambda x: x, mesh=shardc.make_mesh(topology="v5p:2x2x1", data=4)).plan(plans.f32(4))
     course = course_of(program_rows(plan), plan.profile())
     assert course.shares == {} and np.isfinite(course.bytes).all()

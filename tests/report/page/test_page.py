@@ -126,7 +126,8 @@ CATCH = """<script>window.wrong = [];
 addEventListener("error", event => wrong.push(event.message));
 addEventListener("securitypolicyviolation", event => wrong.push(event.violatedDirective));</script>"""
 RUN = """<script>(async () => {
-const wait = async of => { for (let i = 0; i < 200; i++) { const found = of(); if (found) return found; await new Promise(r => setTimeout(r, 20)); } };
+const soon = () => new Promise(resolve => setTimeout(resolve, 20));
+const wait = async of => { for (let i = 0; i < 200 && !of(); i++) await soon(); };
 const $ = of => document.querySelector(of), all = of => [...document.querySelectorAll(of)];
 const type = (input, text) => { input.value = text; input.dispatchEvent(new Event("input")); };
 const found = {};
