@@ -24,7 +24,7 @@ from examples.zoo import MODELS
 
 FOLDER: Final = Path(__file__).parents[1] / "docs" / "pictures"
 CHROMIUM: Final = ("chromium", "chromium-browser", "google-chrome", "chrome")
-SIZE: Final = 1180, 1480
+SIZE: Final = 1180, 1340
 """Pixels of the part of the page that is shown."""
 COLOURS: Final = 128
 """The colours of the picture: it is a third as large then."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from os import PathLike
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 import jax
@@ -93,6 +94,10 @@ class CompiledCall(Generic[ExecutableT, PlanT]):
 
 class Compiled(CompiledCall[Executable, Plan]):
     """A compiled plan of one program."""
+
+    def report(self, path: str | PathLike[str]) -> None:
+        """Writes the page of the plan, as `plan.report`."""
+        self.plan.report(path)
 
     @compat.face
     def check(self, *args: Any, **kwargs: Any) -> int:

@@ -2,10 +2,7 @@
 
 import html
 import json
-import os
 import re
-import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,11 +14,11 @@ import shardc
 from shardc import S
 from shardc.errors import ArgumentError
 from shardc.report.page.page import page_of
+from shardc.report.tables import bytes_text, seconds_text
 from shardc.sbp.placement import local_extent
 from tests.dataflow.flows import SECONDS, trained
 from tests.report.page import plans
-
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
+from tests.report.page.browser import browse
 
 
 def report(plan, tmp_path, **options):
@@ -122,43 +119,6 @@ def test_what_is_wrong_is_said(tmp_path, monkeypatch):
 
 # ---- in a browser
 
-CATCH = """<script>window.wrong = [];
-addEventListener("error", event => wrong.push(event.message));
-addEventListener("securitypolicyviolation", event => wrong.push(event.violatedDirective));</script>"""
-RUN = """<script>(async () => {
-const soon = () => new Promise(resolve => setTimeout(resolve, 20));
-const wait = async of => { for (let i = 0; i < 200 && !of(); i++) await soon(); };
-const $ = of => document.querySelector(of), all = of => [...document.querySelectorAll(of)];
-const type = (input, text) => { input.value = text; input.dispatchEvent(new Event("input")); };
-const found = {};
-try { await (async () => { BODY })(); } catch (error) { wrong.push(String(error)); }
-found.wrong = wrong;
-const made = document.createElement("output");
-made.id = "found"; made.textContent = JSON.stringify(found);
-document.body.append(made);
-})();</script>"""
-
-
-def browse(text, tmp_path, body, width=1280):
-    """Opens a page and runs a script in it. Gives what that puts into `found`."""
-    if CHROMIUM is None:
-        pytest.skip("no chromium here")
-    page = tmp_path / "browsed.html"
-    text = text.replace("<head>", f"<head>{CATCH}", 1)
-    end = text.rindex("</body>")
-    page.write_text(f"{text[:end]}{RUN.replace('BODY', body)}{text[end:]}", "utf-8")
-    done = subprocess.run(
-        [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars",
-         f"--user-data-dir={tmp_path / 'profile'}", f"--window-size={width},6000", "--virtual-time-budget=20000",
-         "--enable-logging=stderr", "--dump-dom", page.as_uri()],
-        capture_output=True, text=True, timeout=120, check=True, env={**os.environ, "HOME": str(tmp_path)},
-    )  # fmt: skip
-    assert "CONSOLE" not in done.stderr, done.stderr
-    found = json.loads(html.unescape(re.search(r'<output id="found">(.*?)</output>', done.stdout, re.DOTALL)[1]))
-    assert found.pop("wrong") == []
-    return found
-
-
 CLICKS = """
 await wait(() => $("#course table") && $("#program .tree"));
 found.images = all("img").length;
@@ -184,6 +144,7 @@ found.held = data.arrays.flatMap(group => group.rows).map(array => {
 });
 type($("#array-search"), "down");
 found.arrays = all("#places tbody tr").length;
+found.texts = NUMBERS.map(n => [bytesText(n), secondsText(n)]);
 $("#tables details summary").click();
 found.tables = $("#tables details").open;
 """
@@ -191,7 +152,10 @@ found.tables = $("#tables details").open;
 
 def test_clicks(tmp_path):
     plan = plans.spmd()
-    found = browse(report(plan, tmp_path), tmp_path, CLICKS)
+    numbers = [0, 1, 1023, 1024, 123456, 2**20 - 1, 3.2e9, 5e13, 1.5e-9, 1.26e-6, 0.0123, 0.9996, 12.6, 1234.6]
+    plan.report(tmp_path / "plan.html")
+    found = browse(tmp_path / "plan.html", CLICKS.replace("NUMBERS", str(numbers)))
+    assert found["texts"] == [[bytes_text(n), seconds_text(n)] for n in numbers]
     assert (found["images"], found["wider"]) == (0, False)
     assert found["names"] == [plans.EVIL, "down", "backward", "step"]
     assert any(line.startswith("plans.py:") for line in found["opened"])
@@ -225,9 +189,10 @@ found.zoomed = $("#run .rows svg").getAttribute("width") / before;
 """
 
 
-@pytest.mark.parametrize("width", [1280, 500])
+@pytest.mark.parametrize("width", [1280, 390])
 def test_clicks_on_a_pipeline(width, tmp_path):
-    found = browse(report(plans.pipeline(), tmp_path), tmp_path, RUNS, width)
+    plans.pipeline().report(tmp_path / "plan.html")
+    found = browse(tmp_path / "plan.html", RUNS, width)
     assert found["rows"] == 4 and not found["wider"]
     assert {"forward", "backward"} <= set(found["kinds"])
     assert found["says"].startswith("rank 0, planned, ") and "F3, forward: " in found["says"]
