@@ -112,7 +112,7 @@ def chart_data(chart: Chart) -> dict[str, Any]:
         "title": chart.title,
         "kinds": [(text, chart.colours[kind]) for kind, text in chart.kinds.items()],
         "rows": [chart.row_text(row) for row in chart.rows],
-        "number": chart.number_is,
+        "number": chart.number_is + "; lighter: a rank's later stages" * chart.has_chunks,
         "seconds": chart.seconds,
         "tracks": [
             {

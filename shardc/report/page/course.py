@@ -17,7 +17,7 @@ KINDS: Final[Mapping[str, tuple[str, str]]] = {
     "memory": ("reading and writing memory", "#8fa3b8"),
     "all_reduce": ("all_reduce", "#b5482a"),
     "all_gather": ("all_gather", "#e08a3c"),
-    "reduce_scatter": ("reduce_scatter", "#8a6fb0"),
+    "reduce_scatter": ("reduce_scatter", "#8265aa"),
     "all_to_all": ("all_to_all", "#4aa3a2"),
     "permute": ("permute", "#5a9e6f"),
 }

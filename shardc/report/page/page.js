@@ -2,7 +2,7 @@
 // Draws the panels of the page from its data. Each is drawn when it is first seen, each part of a tree when it is opened.
 const data = JSON.parse(document.getElementById("data").textContent);
 const SVG = "http://www.w3.org/2000/svg";
-const AXES = ["#3b76af", "#c9752a", "#4a8f60", "#8a6fb0", "#b5482a", "#3d9695", "#a8648a", "#8b7440"];
+const AXES = ["#3b76af", "#c9752a", "#4a8f60", "#8265aa", "#b5482a", "#3d9695", "#a8648a", "#8b7440"];
 
 // -- elements and texts
 
