@@ -394,8 +394,7 @@ function drawRun(body) {
     const text = span ? `${span[2]}, ${kinds[span[0]][0]}: ${time(span[3] / 1e6 * track.extent)} to ${time(span[4] / 1e6 * track.extent)}, ${time((span[4] - span[3]) / 1e6 * track.extent)}` : "idle";
     return `${rows[plot.dataset.row]}, ${track.name}, ${time(at * track.extent)}: ${text}`;
   }, "Point at a task to see its times.");
-  draw();
-  new ResizeObserver(() => draw()).observe(body);
+  new ResizeObserver(() => draw()).observe(body);  // it draws at once too
 }
 
 function drawSchedule(body) {

@@ -60,6 +60,7 @@ class Page:
       warnings: to be read first.
       figures: the headline.
       sections: those of `explain()`.
+      notes: that warn of nothing; in a fold.
       data: of what is drawn: `meshes`, `arrays`, `program`, `totals`, `course` or `ranks`, `chart`, `schedule`.
     """
 
@@ -69,6 +70,7 @@ class Page:
     figures: Sequence[Figure]
     sections: Sequence[Section]
     data: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    notes: Sequence[str] = ()
 
     @property
     def text(self) -> str:
@@ -125,19 +127,21 @@ def page_of(plan: PlanView, chart: Chart | None = None) -> Page:
     sizes = {s.rank: s.mesh.size for s in plan.stages} if isinstance(plan, MpmdPlan) else {0: plan.mesh.size}
     about = f"{where} on {devices_text(plan.mesh.topology, sum(sizes.values()))}"
     data = {"meshes": meshes, "arrays": arrays, **own}
-    return Page(plan.program.name, about, warnings_on(plan), figures_of(plan), sections_of(plan), data)
+    warnings = warnings_on(plan)
+    notes = [note for note in notes_of(plan) if note not in warnings]
+    return Page(plan.program.name, about, warnings, figures_of(plan), sections_of(plan), data, notes)
 
 
 def warnings_on(plan: PlanView) -> list[str]:
-    """The warnings about a plan and its notes, those alike in one."""
+    """The warnings about a plan."""
     where = plan.request.where
-    found = [*(text.removeprefix(f"{where}: ") for text in warnings_of(plan, where)), *notes_of(plan)]
+    found = [text.removeprefix(f"{where}: ") for text in warnings_of(plan, where)]
     if (free := plan.unlimited) is not None:
         found.append(
             f"Memory decided this plan: without the limit a call takes about {seconds_text(free.seconds)} and "
             f"{bytes_text(free.peak)} of memory."
         )
-    return list(dict.fromkeys(found))
+    return found
 
 
 def figures_of(plan: PlanView) -> list[Figure]:
