@@ -394,7 +394,10 @@ function drawRun(body) {
     const text = span ? `${span[2]}, ${kinds[span[0]][0]}: ${time(span[3] / 1e6 * track.extent)} to ${time(span[4] / 1e6 * track.extent)}, ${time((span[4] - span[3]) / 1e6 * track.extent)}` : "idle";
     return `${rows[plot.dataset.row]}, ${track.name}, ${time(at * track.extent)}: ${text}`;
   }, "Point at a task to see its times.");
-  new ResizeObserver(() => draw()).observe(body);  // it draws at once too
+  new ResizeObserver(() => {  // it is called at once too
+    if (!names.childElementCount) draw();
+    draw();  // in the width that the names leave
+  }).observe(body);
 }
 
 function drawSchedule(body) {
