@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from os import PathLike
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 import jax
@@ -58,6 +59,11 @@ class CompiledCall(Generic[ExecutableT, PlanT]):
     def __repr__(self) -> str:
         return repr(self.plan).replace(type(self.plan).__name__, type(self).__name__, 1)
 
+    def _repr_html_(self) -> str | None:
+        from shardc.report.page.small import plan_html
+
+        return plan_html(self.plan)
+
     @compat.face
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         leaves, tree = jax.tree.flatten((args, kwargs))
@@ -93,6 +99,10 @@ class CompiledCall(Generic[ExecutableT, PlanT]):
 
 class Compiled(CompiledCall[Executable, Plan]):
     """A compiled plan of one program."""
+
+    def report(self, path: str | PathLike[str]) -> None:
+        """Writes the page of the plan, as `plan.report`."""
+        self.plan.report(path)
 
     @compat.face
     def check(self, *args: Any, **kwargs: Any) -> int:

@@ -19,6 +19,7 @@ from shardc.calls.watch import tell_called, tell_made
 from shardc.dataflow.chart import flow_chart
 from shardc.dataflow.explain import flow_sections
 from shardc.dataflow.host import Host, checked_host
+from shardc.dataflow.page import flow_page
 from shardc.dataflow.plan import PlannedFlow
 from shardc.dataflow.results import Rounds
 from shardc.dataflow.round import Round, aval_of, traced_round
@@ -33,6 +34,8 @@ from shardc.passes.trace.constants import key_of, why_no_constant
 from shardc.passes.trace.trace import is_array, leaves_by_path, path_text, settings, where_of
 from shardc.report.chart import Chart
 from shardc.report.drawn import Drawn
+from shardc.report.page.page import write_page
+from shardc.report.page.small import sections_html
 from shardc.report.tables import WIDTH, report_text
 
 
@@ -63,6 +66,21 @@ class FlowPlan(PlannedFlow):
           PipelineError: another ending, or matplotlib is not installed (`pip install "shardc[report]"`).
         """
         _Simulated(flow_chart(self, rounds, seconds)).draw(path)
+
+    def report(self, path: str | Path, *, rounds: int = 8, seconds: Mapping[str, Any] | None = None) -> None:
+        """Writes some simulated rounds, what is handed over and the functions' programs as one HTML page.
+
+        Args:
+          path: an `.html` file.
+          rounds, seconds: as in `simulate`.
+
+        Raises:
+          ArgumentError: another ending, or jinja2 is not installed (`pip install "shardc[report]"`).
+        """
+        write_page(flow_page(self, flow_chart(self, rounds, seconds)), path)
+
+    def _repr_html_(self) -> str | None:
+        return sections_html(flow_sections(self))
 
     def trace(self, path: str | Path, *, rounds: int = 8, seconds: Mapping[str, Any] | None = None) -> None:
         """Writes some simulated rounds as a trace in JSON, for https://ui.perfetto.dev or chrome://tracing.

@@ -20,6 +20,7 @@ from shardc.plan.saved_plan import record_borders, to_json
 from shardc.plans import PlanFace, lacks
 from shardc.report.chart import Chart, planned_chart
 from shardc.report.drawn import Drawn
+from shardc.report.page.page import page_of, write_page
 
 
 def planned_pipeline(request: PipelineRequest) -> PipelinePlan:
@@ -92,6 +93,17 @@ class CompiledPipeline(CompiledCall[PipelineExecutable, "PipelinePlan"], Drawn):
         """
         leaves = [x for x in self._taken_apart(args, kwargs).leaves if is_array(x)]
         return jax.tree.unflatten(self.plan.program.out_tree, self.executable.measure(leaves))
+
+    def report(self, path: str | PathLike[str]) -> None:
+        """Writes the page of `plan.report`, with the last call beside the planned one.
+
+        Raises:
+          ArgumentError: as `plan.report`.
+          PipelineError: there was no call yet.
+        """
+        page = page_of(self.plan, self.chart)
+        if self.writes:
+            write_page(page, path)
 
     @property
     def chart(self) -> Chart:

@@ -120,6 +120,26 @@ class PlanFace:
         more = pins_sections(self.counterfactuals) if pins else ()
         return report_text([*sections_of(self._plan, width), *more], width)
 
+    def report(self, path: str | PathLike[str]) -> None:
+        """Writes the plan as one HTML page that needs no network: warnings, figures, the mesh and where each array
+        lives, the program by module with what moves there and why, bytes and seconds by axis, memory over the call; of
+        a pipeline also its schedule and timeline.
+
+        Args:
+          path: an `.html` file.
+
+        Raises:
+          ArgumentError: another ending, or jinja2 is not installed (`pip install "shardc[report]"`).
+        """
+        from shardc.report.page.page import page_of, write_page
+
+        write_page(page_of(self._plan), path)
+
+    def _repr_html_(self) -> str | None:
+        from shardc.report.page.small import plan_html
+
+        return plan_html(self._plan)
+
 
 class Plan(PlanFace, SpmdPlan):
     """A program placed on a mesh, its collectives, and what it costs. Needs no devices."""
@@ -135,6 +155,16 @@ class Plan(PlanFace, SpmdPlan):
         `shardc.function(plan=path)` lowers it as it is, without a search; `shardc.load_plan(path)` reads it.
         """
         Path(path).write_text(to_json(record(self)), "utf-8")
+
+    def draw(self, path: str | PathLike[str]) -> None:
+        """Draws a call into an `.svg` or `.png` file: what its time goes to, and the bytes in memory, along the call.
+
+        Raises:
+          PipelineError: another ending, or matplotlib is not installed (`pip install "shardc[report]"`).
+        """
+        from shardc.report.page.program_picture import draw_program
+
+        draw_program(self, path)
 
     def __getattr__(self, name: str) -> NoReturn:
         no_attribute(self, name, lambda: self.program.name)

@@ -11,6 +11,7 @@ from shardc.errors import MeshError
 from shardc.machine.mesh import AnyMesh
 from shardc.pipeline.options import Pipeline
 from shardc.plans import Plan
+from shardc.report.page.small import sections_html
 from shardc.report.tables import (
     Section,
     bytes_text,
@@ -108,6 +109,9 @@ class Tuning:
     def __str__(self) -> str:
         return self.explain()
 
+    def _repr_html_(self) -> str | None:
+        return sections_html(_sections(self, 10))
+
     def __repr__(self) -> str:
         count = number_text(len(self.candidates), "candidate")
         first = f", the first {self.candidates[0]!r}" if self.candidates else ""
@@ -116,9 +120,12 @@ class Tuning:
 
 def tuning_text(tuning: Tuning, count: int = 10, width: int | None = None) -> str:
     """The text of `Tuning.explain`."""
+    return report_text(_sections(tuning, count), width)
+
+
+def _sections(tuning: Tuning, count: int) -> tuple[Section | None, ...]:
     notes = Section("Notes", lines=tuning.notes) if tuning.notes else None
-    sections = (_head(tuning), _table(tuning, count), _without_plan(tuning), notes, _use(tuning))
-    return report_text(sections, width)
+    return _head(tuning), _table(tuning, count), _without_plan(tuning), notes, _use(tuning)
 
 
 def _head(tuning: Tuning) -> Section:

@@ -13,6 +13,7 @@ collectives are counted for all iterations, and those beyond the plan are report
 
 from __future__ import annotations
 
+import html
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -86,6 +87,9 @@ class Audit:
             return f"{name}: found within plan ({_summary(self.planned)}; XLA removed {_summary(self.missing)}){added}"
         head = f"{name}: {_summary(self.surprises)} not in the plan of {_summary(self.planned)}{added}"
         return "\n".join([head, *_table(self)])
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
 
     def __repr__(self) -> str:
         """The first line of the text."""
