@@ -19,6 +19,7 @@ from shardc.passes.place.place import Placed, Placer
 from shardc.passes.recompute.choose_residuals import choose_residuals
 from shardc.passes.recompute.recompute import Recomputation, RecomputeChoice, RecomputeOptions, recompute, recomputed
 from shardc.plan.borders import match_donated, may_replace, moves, pin_entries, problem_of
+from shardc.plan.forbid import avoided_seconds
 from shardc.plan.offload import most_freed, offloaded_within, with_named
 from shardc.plan.plan import SpmdPlan, Unlimited, copied
 from shardc.plan.request import Argument, Request
@@ -113,8 +114,12 @@ def _is_cheaper(found: SpmdPlan | DoesNotFit, other: SpmdPlan | DoesNotFit) -> b
 
 
 def _cost(found: SpmdPlan | DoesNotFit) -> tuple[float, int]:
-    """Seconds, and for what does not fit the least bytes that were found."""
-    return (math.inf, found.fitted.least.peak) if isinstance(found, DoesNotFit) else (found.seconds, 0)
+    """Seconds, with those of what is avoided, and for what does not fit the least bytes that were found."""
+    return (math.inf, found.fitted.least.peak) if isinstance(found, DoesNotFit) else (_priced(found), 0)
+
+
+def _priced(plan: SpmdPlan) -> float:
+    return plan.seconds + avoided_seconds(plan.parts)
 
 
 def _least_seconds(found: SpmdPlan | DoesNotFit) -> float:
@@ -189,7 +194,7 @@ class Placing:
         if request.offload == "auto":
             plans += offloaded
         if plans:
-            return self._instead(min(plans, key=lambda p: p.seconds))
+            return self._instead(min(plans, key=_priced))
         nearest = min(fitted.values(), key=lambda f: f.least.peak)
         return DoesNotFit(request, limit, nearest, self.plan, min(offloaded, key=lambda p: p.seconds, default=None))
 
@@ -331,7 +336,7 @@ class _Search:
 
     @cached_property
     def backend(self) -> Backend:
-        return backend_of(self.mesh.topology.kind)
+        return backend_of(self.mesh.topology.backend)
 
     @cached_property
     def placer(self) -> Placer:

@@ -15,7 +15,7 @@ from shardc.plan.plan import Offloaded, SpmdPlan
 
 def options_of(plan: SpmdPlan) -> OffloadOptions:
     """The values of a plan that could live on the host."""
-    backend = backend_of(plan.mesh.topology.kind)
+    backend = backend_of(plan.mesh.topology.backend)
     return OffloadOptions(plan.all_on_device, plan.program.in_paths, plan.donations, plan.mesh, backend)
 
 

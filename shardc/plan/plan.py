@@ -153,7 +153,7 @@ class PlacedProgram:
 
     def profile(self) -> Profile:
         """Bytes that each device holds at each point of the program."""
-        return profile_boxed(self.boxed, self.mesh.sizes, self.donations, backend_of(self.mesh.topology.kind))
+        return profile_boxed(self.boxed, self.mesh.sizes, self.donations, backend_of(self.mesh.topology.backend))
 
     @property
     def host_moves(self) -> tuple[HostMove, ...]:
