@@ -47,9 +47,13 @@ class CompiledCall(Generic[ExecutableT, PlanT]):
         self._cached_calls = CallCache(arguments)
         self.executable = executable
         self.plan = plan
+        """Its plan."""
         self.audit = executable.audit
+        """`audit()`: the collectives of the compiled program against the plan's, an `Audit`."""
         self.hlo = executable.hlo
+        """`hlo()`: the text of the optimized HLO."""
         self.memory_stats = executable.memory_stats
+        """`memory_stats()`: XLA's memory analysis."""
 
     def __repr__(self) -> str:
         return repr(self.plan).replace(type(self.plan).__name__, type(self).__name__, 1)
@@ -87,7 +91,7 @@ class CompiledCall(Generic[ExecutableT, PlanT]):
 
 
 class Compiled(CompiledCall[Executable, Plan]):
-    """A compiled plan of one program."""
+    """A compiled plan of one program, called like the function."""
 
     @compat.face
     def check(self, *args: Any, **kwargs: Any) -> int:

@@ -158,7 +158,7 @@ def signature(
     Raises:
       PlacementError: the text is not in factor notation, or does not fit the shapes.
 
-    Example:
+    Examples:
       >>> import numpy as np
       >>> @signature("b d, d f -> b f", linear=(0, 1))
       ... def matmul(x, w):

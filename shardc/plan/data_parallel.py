@@ -61,7 +61,10 @@ def data_parallel(axis: str | Sequence[str], *, batch: str | Sequence[str] = ())
       batch: names of the arguments whose dimension 0 is the rows; by default the one that is called `batch`. All other
         arguments are whole.
 
-    Example:
+    Raises:
+      PlacementError: in a call, with what would be sent besides, and the line.
+
+    Examples:
       >>> data_parallel("data", batch=("x", "y"))
       data_parallel('data', batch=('x', 'y'))
     """

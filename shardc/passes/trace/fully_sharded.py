@@ -74,7 +74,7 @@ def fsdp(
     Raises:
       ArgumentError: `min_size` is negative, or no axis is named.
 
-    Example:
+    Examples:
       >>> fsdp("data", beside={"model": S(-1)})
       fsdp('data', beside={'model': S(-1)})
     """

@@ -54,7 +54,7 @@ def rules(patterns: Mapping[str, Any], *, optional: str | Collection[str] = ()) 
     Raises:
       PlacementError: `optional` names what is none of the patterns.
 
-    Example:
+    Examples:
       >>> str(rules({"*/up/kernel": {"model": S(1)}, "*": {}}))
       "rules({'*/up/kernel': {model: S(1)}, '*': {}})"
     """
