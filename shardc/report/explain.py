@@ -49,7 +49,7 @@ def explain(plan: PlanView) -> str:
 def summary_of(plan: PlanView) -> list[Section | None]:
     """The sections with the figures of a plan of any kind: what a call takes, what is sent, memory."""
     own = _own_sections(plan)
-    return [_head(plan, own), _totals(plan), _memory(plan, own)]
+    return [_head(plan, own), totals(plan), _memory(plan, own)]
 
 
 def _own_sections(plan: PlanView, width: int | None = None) -> OwnSections:
