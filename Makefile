@@ -20,7 +20,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 JOBS ?= 2
 ARGS ?=
 
-.PHONY: help demo demo-pipeline demo-processes test turn every oldest everything harnesses processes faults without-rules newest lock lint docs bench gpu clean
+.PHONY: help demo demo-pipeline demo-processes test turn every oldest everything harnesses processes faults without-rules newest lock lint docs pictures bench gpu clean
 
 help:
 	@echo "make demo   train a small GPT-2 on eight fake devices: plan, audit, falling loss, a sample of text"
@@ -38,6 +38,7 @@ help:
 	@echo "make lock   the lock of PY's version, anew from the newest releases"
 	@echo "make lint   ruff and pyright"
 	@echo "make docs   the documentation, into site/"
+	@echo "make pictures   those of README and docs, anew; needs Chromium"
 	@echo "make bench  the benchmarks"
 	@echo "make gpu    the benchmark of one GPU, with the packages that PY has: nothing is installed"
 	@echo "make clean  remove $(VENV) and what was built"
@@ -101,6 +102,9 @@ lint: $(VENV)/.has-dev
 docs: export NO_MKDOCS_2_WARNING := 1
 docs: $(VENV)/.has-docs
 	$(BIN)/mkdocs build --strict --quiet $(ARGS)
+
+pictures: $(VENV)/.has-dev
+	$(BIN)/python -m scripts.pictures
 
 bench: $(VENV)/.has-examples
 	$(BIN)/python -m benchmarks.run $(ARGS)

@@ -113,7 +113,7 @@ def main() -> None:
         machine = options.topology or large.topology
         mesh = shardc.make_mesh(topology=machine, **large.mesh)
         plan = shardc.function(mesh=mesh, **pins_of(name, "fsdp"))(large.step).plan(*large.arguments())
-        found, bandwidth = waits_of(plan), plan.mesh.topology.memory_bandwidth
+        found, bandwidth = waits_of(plan), plan.mesh.topology.memory_rate
         parts = [sum(w.trips * seconds for w, seconds in zip(found, column, strict=True)) for column in (
             [w.gathers for w in found], [w.waited for w in found], [2 * w.bytes / bandwidth for w in found]
         )]  # fmt: skip

@@ -21,7 +21,6 @@ from jax.sharding import Mesh
 
 import shardc
 from examples.data import Batch
-from examples.meter import Meter
 from examples.staging import staging
 from examples.zoo import MODELS, Model
 from shardc.checkpoint.checkpoints import Checkpoints
@@ -37,7 +36,7 @@ def train(options: argparse.Namespace) -> int:
     cfg = config_of(model, options)
     rows = options.batch or model.rows
     unit, per_row = model.units(cfg)
-    meter = partial(Meter, steps=options.steps, unit=unit, per_step=rows * per_row)
+    shown = partial(shardc.progress, total=options.steps, items=rows * per_row, unit=unit)
 
     keywords = pick(model.plans, options.plan, "--plan")()
     staged = staging(keywords.pop("pipeline", None), options, model, cfg, rows)
@@ -76,11 +75,12 @@ def train(options: argparse.Namespace) -> int:
     if options.checkpoints:
         saving = shardc.checkpoints(options.checkpoints, every=options.every or 10, plan=plan)
     with loss_log(options.loss_log, "a" if options.checkpoints else "w") as log, saving as saved:
-        losses, state = run(step, state, batches(), meter(name="train"), log, saved)
+        losses, state = run(step, state, batches(), partial(shown, csv=options.csv), log, saved)
     print(f"\nafter {options.steps} steps: {model.result(cfg, shardc.fetch(state))}")
     if not options.check_against_one_device:
         return 0
-    reference, _ = run(jax.jit(step_fn), start(), batches(), meter(name="one device"))
+    print("\nThe same steps on one device:")
+    reference, _ = run(jax.jit(step_fn), start(), batches(), shown)
     if not losses:
         return 0  # all steps were done before
     reference = reference[-len(losses) :]  # the others were done before
@@ -91,23 +91,22 @@ def train(options: argparse.Namespace) -> int:
 
 
 def run(
-    step: Callable, state: Sequence, batches: Iterable[Batch], meter: Meter, log: TextIO | None = None,
+    step: Callable, state: Sequence, batches: Iterable[Batch], shown: Callable, log: TextIO | None = None,
     saved: Checkpoints | None = None,
 ):  # fmt: skip
     """The loop itself: (losses, state) after a step on each batch, of those that are not done according to `saved`."""
-    losses: list[float] = []
+    losses: list[Any] = []
     state, start = saved.last(or_else=tuple(state)) if saved else (state, 0)
-    with meter:
-        meter.skip(start)
+    with shown(step, start=start) as progress:
         for i, batch in enumerate(islice(batches, start, None), start):
             *state, loss = step(*state, batch)
-            losses.append(float(loss))
-            meter.step(losses[-1])
+            losses.append(loss)
+            progress(loss=loss)
             if log:
-                print(json.dumps({"step": i, "loss": losses[-1]}), file=log, flush=True)
+                print(json.dumps({"step": i, "loss": float(loss)}), file=log, flush=True)
             if saved:
-                saved.step(i, tuple(state), loss=losses[-1], tokens=meter.per_step)
-    return losses, tuple(state)
+                saved.step(i, tuple(state))
+    return [float(loss) for loss in losses], tuple(state)
 
 
 def heading(options: argparse.Namespace, model: Model, params: Any, mesh: Mesh, per_step: str) -> str:

@@ -23,7 +23,7 @@ ROOMS: Final = (
     "plan",
     "pipeline.schedule", "pipeline.cut", "pipeline.points", "pipeline",
     "report", "execute", "plans", "calls", "dataflow", "checkpoint", "compiled", "pipelines", "api", "flows", "gangs",
-    "flax", "equinox", "tuning", "launch", "doctor", "__init__", "__main__",
+    "flax", "equinox", "live", "tuning", "launch", "doctor", "commands", "__init__", "__main__",
 )  # fmt: skip
 """A module may import those of its own room and of the rooms before it."""
 

@@ -4,6 +4,7 @@ Write a training step for one device; say where a few global arrays live: split 
 over the axes of a mesh; shardc places every other value, inserts the collectives that this costs, and runs the result.
 """
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
         ClusterError,
         DisagreementError,
         FlowError,
+        ForbiddenMoveError,
         MeshError,
         PeerLostError,
         PipelineError,
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
     from shardc.ir.boundary import stage_boundary
     from shardc.ir.trips import trips
     from shardc.ir.user_operation import signature
+    from shardc.live.meter import progress
     from shardc.machine.devices import devices
     from shardc.machine.mesh import make_mesh
     from shardc.passes.trace.accumulate import accumulate
@@ -67,6 +70,7 @@ __all__ = [
     "Flow",
     "FlowError",
     "FlowPlan",
+    "ForbiddenMoveError",
     "Gang",
     "MemoryLimitError",
     "MeshError",
@@ -105,6 +109,7 @@ __all__ = [
     "late",
     "load_plan",
     "make_mesh",
+    "progress",
     "put",
     "rows_here",
     "rules",
@@ -120,9 +125,12 @@ __version__ = VERSION
 
 def __getattr__(name: str) -> Any:
     """Loads a name with its module when it is first used: a step on one mesh needs a third of the modules."""
+    if name in ("equinox", "flax"):
+        return import_module(f"shardc.{name}")
     module = _MODULES.get(name)
     if module is None:
-        raise AttributeError(f"module 'shardc' has no attribute {name!r}")
+        hint = f"; write import shardc.{name}" if name in ("flax", "equinox") else ""
+        raise AttributeError(f"module 'shardc' has no attribute {name!r}{hint}", name=name, obj=sys.modules[__name__])
     value = globals()[name] = getattr(import_module(module), name)
     return value
 
@@ -140,6 +148,7 @@ _MODULES = {
     "DisagreementError": "shardc.errors",
     "Flow": "shardc.flows",
     "FlowError": "shardc.errors",
+    "ForbiddenMoveError": "shardc.errors",
     "FlowPlan": "shardc.flows",
     "Gang": "shardc.gangs",
     "MemoryLimitError": "shardc.plans",
@@ -179,6 +188,7 @@ _MODULES = {
     "late": "shardc.flows",
     "load_plan": "shardc.plan.saved_plan",
     "make_mesh": "shardc.machine.mesh",
+    "progress": "shardc.live.meter",
     "put": "shardc.calls.placing",
     "rows_here": "shardc.calls.placing",
     "rules": "shardc.passes.trace.pins",

@@ -7,11 +7,11 @@ import functools
 import inspect
 import itertools
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from os import PathLike
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Never, NoReturn, TypeAlias
 
 import jax
 from jax.sharding import AbstractMesh, Mesh
@@ -23,10 +23,12 @@ from shardc.calls.leaves import abstract, on_one_device
 from shardc.calls.outer_trace import run_in_outer_trace
 from shardc.calls.pins import argument_pins, result_pins
 from shardc.calls.rank_meshes import meshes_of
+from shardc.calls.watch import tell_called, tell_made
 from shardc.compiled import Compiled, run
 from shardc.dataflow.round import traced_round
 from shardc.errors import (
     ArgumentError,
+    ForbiddenMoveError,
     MeshError,
     PipelineError,
     PlacementError,
@@ -47,11 +49,12 @@ from shardc.passes.trace.constants import key_of, key_of_static
 from shardc.passes.trace.pins import Pins, code_text, is_leaf_spec, says_names, wrong_constraints
 from shardc.passes.trace.trace import Arguments, Call, is_array, settings, trace, where_of
 from shardc.pipeline.options import Pipeline, PipelineRequest
-from shardc.plan.data_parallel import AVOIDS, DataParallel, sent_besides
+from shardc.plan.data_parallel import DataParallel, sent_besides
+from shardc.plan.forbid import Forbid, forbid_text, read_forbid
 from shardc.plan.make import DoesNotFit, make_plan
 from shardc.plan.request import Argument, ArgumentsTree, Request
 from shardc.plan.saved_plan import SavedPlan, load_plan
-from shardc.plans import MemoryLimitError, Plan
+from shardc.plans import MemoryLimitError, Plan, lacks
 from shardc.report.plan_warnings import warnings_of
 from shardc.sbp.placement import AUTO, Pin, Placement
 
@@ -73,6 +76,7 @@ class Options:
       donate, static: names of arguments.
       saved: a plan to lower as it is.
       replicate: primitives without a rule for which no signatures are looked for.
+      forbid: what may not move.
     """
 
     in_placements: Any = AUTO
@@ -82,6 +86,7 @@ class Options:
     pipeline: Pipeline | None = None
     saved: SavedPlan | None = None
     replicate: tuple[str, ...] = ()
+    forbid: Forbid = ()
 
 
 class BoundFunction:
@@ -89,6 +94,10 @@ class BoundFunction:
 
     def __init__(self, function: Function, instance: Any) -> None:
         self.__self__, self.__func__ = instance, function
+
+    @property
+    def latest(self) -> AnyExecutable | None:
+        return self.__func__.latest
 
     @compat.face
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -145,6 +154,8 @@ class Function:
         self._view = view(mesh)
         if pipeline is not None and self._ranks is not None:
             self._view = replace(view(self._ranks[0]), taken="" if pipeline.meshes else pipeline.axis)
+        self._forbidden = read_forbid(options.forbid, self._view, arguments.where)
+        self._view = replace(self._view, avoids=self._forbidden)
         strict = options.in_placements
         self._strict = strict if isinstance(strict, DataParallel) else None
         if self._strict is not None:
@@ -153,10 +164,11 @@ class Function:
                     f"{arguments.where}: {strict} is for one mesh, and a pipeline has several; pin the batch, "
                     'with in_placements={...: {"data": S(0)}}.'
                 )
-            self._view = replace(self._view, avoids=AVOIDS)
+            self._view = replace(self._view, avoids=self._forbidden | strict.avoids(self._view.sizes))
         self._in_placements = _checked_placements(arguments, options, self._view)
         self._moved_from: list[Mesh] = []
         self._begin()
+        tell_made(self)
 
     def _begin(self) -> None:
         """Begins with nothing traced, planned or compiled."""
@@ -180,6 +192,9 @@ class Function:
         ranks = f", a pipeline of {len(self._ranks)} ranks" if self._ranks is not None else ""
         return f"Function({self._arguments.where} on {view(self.mesh)}{ranks})"
 
+    def __getattr__(self, name: str) -> NoReturn:
+        lacks(self, name)
+
     # -- calls
 
     @compat.face
@@ -194,6 +209,7 @@ class Function:
         call = self._arguments.take_apart(args, kwargs)
         if has_tracers(call.leaves):
             return self._inside(call)
+        call.refuse_shapes(self._arguments.where)
         executable = self._executable(self._plan(call))
         self._cached_calls.add(tree, leaves, executable)
         return run(executable, call)
@@ -222,6 +238,11 @@ class Function:
     def meshes(self) -> tuple[AnyMesh, ...]:
         """The mesh; of a pipeline, those of its ranks."""
         return (self.mesh,) if self._ranks is None else tuple(self._ranks)
+
+    @property
+    def latest(self) -> AnyExecutable | None:
+        """The executable, with its plan, that was made last; None before the first call."""
+        return next(reversed(self._executables.values()), None)
 
     @compat.face
     def plan(self, *args: Any, **kwargs: Any) -> AnyPlan:
@@ -260,6 +281,11 @@ class Function:
 
     def _inside(self, call: Call) -> Any:
         """In an outer jit, grad or vmap: the plain function, its pins as sharding constraints; no plan is claimed."""
+        if self._forbidden:
+            raise ForbiddenMoveError(
+                f"{self._arguments.where}: in jax.jit, jax.grad or jax.vmap XLA decides what moves, so "
+                f"forbid={forbid_text(self._forbidden)} cannot be promised. Call it outside of them, or leave it out."
+            )
         into = argument_pins(call, self._arguments, self._in_placements, self._view)
         if into.offenders:
             raise PlacementError(self._says(into.offenders))
@@ -284,6 +310,10 @@ class Function:
 
                     assert self._ranks is not None
                     made = PipelineExecutable(plan, self._ranks)
+                if self._forbidden:
+                    from shardc.report.refused.forbidden_moves import refuse_compiled
+
+                    refuse_compiled(made.audit(), self._forbidden, self._arguments.where)
             self._executables[id(plan), mesh] = made
             for text in warnings_of(plan, self._arguments.where, self._options.replicate):
                 if text not in self._warned:
@@ -300,6 +330,11 @@ class Function:
         return (call.tree, leaves, static, settings(), jax.sharding.get_abstract_mesh())
 
     def _plan(self, call: Call) -> AnyPlan:
+        tell_called(self, call)
+        return self.plan_of(call)
+
+    def plan_of(self, call: Call) -> AnyPlan:
+        """The plan of a call; the known one if its arguments have the types and places of an earlier one's."""
         key = self._key(call)
         arrived = arrivals(call, self.mesh, self._ranks, self._moved_from, self._arguments.where, self._view)
         for arguments, plan in self._plans.get(key, ()):
@@ -310,6 +345,10 @@ class Function:
             program = self._program(call, arrived)
             with without_mesh():
                 arguments, plan = self._plan_anew(call, program, arrived)
+            if self._forbidden:
+                from shardc.report.refused.forbidden_moves import refuse_planned
+
+                refuse_planned(plan, self._forbidden, self._arguments.where)
         self._plans.setdefault(key, []).append((arguments, plan))
         return plan
 
@@ -331,8 +370,9 @@ class Function:
 
         assert self._options.pipeline is not None
         asked = PipelineRequest(
-            program, self.mesh, self._ranks, arguments, out.pins, self._options.pipeline, where, notes, tree
-        )
+            program, self.mesh, self._ranks, arguments, out.pins, self._options.pipeline, where, notes, tree,
+            self._forbidden,
+        )  # fmt: skip
         return arguments, planned_pipeline(asked)
 
     def _plan_of_program(self, request: Request) -> Plan:
@@ -428,19 +468,35 @@ class Function:
         self._moved_from.append(old)
         return Move(old, new)
 
-    # -- for `shardc.tune`
+    # -- for `shardc.tune` and the command line
+
+    @property
+    def options(self) -> Options:
+        return self._options
+
+    def plan_elsewhere(self, call: Call, mesh: AnyMesh) -> AnyPlan:
+        """The plan of a call on another mesh, wherever its arguments are now."""
+        pipeline = self._options.pipeline
+        made = self.on(mesh, pipeline and replace(pipeline, meshes=None))
+        return made.plan_of(replace(call, leaves=tuple(map(abstract, call.leaves))))
 
     def on(self, mesh: AnyMesh, pipeline: Pipeline | None = None) -> Function:
         """This function on another mesh, or as a pipeline. Traced programs are kept."""
-        made = Function(self._arguments.fn, mesh, replace(self._options, pipeline=pipeline, saved=None))
+        own = {a: self.forbidden_over(a) for a in mesh.shape}
+        made = Function(self._arguments.fn, mesh, replace(self._options, pipeline=pipeline, saved=None, forbid=own))
         made._programs = self._programs
         return made
+
+    def forbidden_over(self, axis: str) -> tuple[str, ...]:
+        """The kinds of collectives that may not run over an axis."""
+        return tuple(sorted(kind for kind, a in self._forbidden if a == axis))
 
     def look(self, *args: Any) -> tuple[Program, list[Pin | None]]:
         """The program of a call, with its stage boundaries if this is a pipeline, and the pins of its arguments and
         results."""
         call = self._arguments.take_apart(args, {})
-        program = self._program(call)
+        with line_if_long(f"tracing {self._arguments.where}"):
+            program = self._program(call)
         into, out = self._pins(call, program)
         return program, [*into.pins, *out.pins]
 
@@ -458,7 +514,7 @@ UNSAID: Final = Unsaid.UNSAID
 @compat.face
 def function(  # noqa: PLR0913  # a public face
     fn: Callable[..., Any] | None = None,
-    *,
+    *unnamed: Never,
     mesh: AnyMesh | Unsaid | None = UNSAID,
     in_placements: Any = AUTO,
     out_placements: Any = AUTO,
@@ -469,12 +525,14 @@ def function(  # noqa: PLR0913  # a public face
     pipeline: Pipeline | None = None,
     plan: str | PathLike[str] | SavedPlan | None = None,
     replicate: str | Sequence[str] = (),
+    forbid: Forbid = (),
     **unknown: Any,
 ) -> Any:
     """Makes a function of one device run on a mesh.
 
     Args:
       fn: the function: plain JAX, with jax.grad, flax and optax inside.
+      *unnamed: none; all else is given by name.
       mesh: a jax Mesh or AbstractMesh, whatever its axis types; not needed with `Pipeline(meshes=...)`. None is one
         device: `fn` itself comes back, once the names in the other arguments are checked.
       in_placements: where arguments live: a dict by argument name, a tuple with an entry for each argument, or one
@@ -493,6 +551,9 @@ def function(  # noqa: PLR0913  # a public face
         held against it.
       replicate: primitives without a rule that are to be computed whole on every device, by name, though shardc finds
         signatures for them; `"*"` for all.
+      forbid: what may not move: axes of the mesh, as `{"dcn"}`, over which nothing does, or a dict from an axis to the
+        kinds of collectives that do not, as `{"model": "all_gather"}`. The plan is the best without; the compiled
+        program is audited before it runs.
 
     Returns:
       A `Function`: called like `fn`, with `.plan(...)` and `.compile(...)`.
@@ -501,6 +562,7 @@ def function(  # noqa: PLR0913  # a public face
       ArgumentError: `fn` is no function; a keyword that `function` does not take, as `in_shardings`; a name that is no
         argument of `fn`; a file that is no plan. When it is called: a plan of another
         program, with all that differs; an argument's leaf that is neither an array nor a constant.
+      ForbiddenMoveError: when it is called or planned: what is forbidden has to move.
       MeshError: no mesh is given, or None with a pipeline or a plan.
       PlacementError: a placement does not fit the mesh, or, in a call, its value.
       TracingError, MemoryLimitError, PipelineError, StepFailedError: in a call.
@@ -514,22 +576,26 @@ def function(  # noqa: PLR0913  # a public face
       [0.0, 2.0, 4.0]
     """
 
-    refuse_unknown("shardc.function", fn, unknown, function)
+    refuse_unknown("shardc.function", (fn, *unnamed), unknown, function)
     if pipeline is not None and not isinstance(pipeline, Pipeline):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ArgumentError(f'pipeline={pipeline!r} is no Pipeline; write pipeline=shardc.Pipeline(schedule="1f1b").')
 
     saved = plan if plan is None or isinstance(plan, SavedPlan) else load_plan(plan)
+    names = "donate_argnames", "static_argnames", "replicate"
+    _refuse_no_names(dict(zip(names, (donate_argnames, static_argnames, replicate), strict=True)))
     if saved is not None and pipeline is not None:
         raise PipelineError(
             f"plan={saved.name!r}: a pipeline is always planned anew. Pin the borders that were saved, with "
             "in_placements=shardc.load_plan(...).in_placements and out_placements=shardc.load_plan(...).out_placements."
         )
 
+    @compat.face
     def decorate(fn: Callable[..., Any]) -> Any:
+        refuse_no_function("shardc.function", fn)
         donate = (*_words(donate_argnames), *_names_at(donate_argnums, fn, "donate_argnums"))
         static = (*_words(static_argnames), *_names_at(static_argnums, fn, "static_argnums"))
         whole = tuple(_words(replicate))
-        options = Options(in_placements, out_placements, donate, static, pipeline, saved, whole)
+        options = Options(in_placements, out_placements, donate, static, pipeline, saved, whole, forbid)
         if (over := _mesh_to_use(mesh, options, fn)) is not None:
             return Function(fn, over, options)
         _checked_placements(Arguments(fn, static), options, None)
@@ -590,12 +656,41 @@ _OF_JIT: Final = {"in_shardings": "in_placements", "out_shardings": "out_placeme
 """Keywords of jax.jit, and those that say the same here."""
 
 
-def refuse_unknown(what: str, fn: object, unknown: Mapping[str, Any], taker: Callable[..., Any]) -> None:
-    """Raises ArgumentError if `fn` is given and no function, or keywords are that `taker` does not take."""
-    if fn is not None and (not callable(fn) or isinstance(fn, Mesh | AbstractMesh)):  # meshes can be called
+def refuse_no_function(what: str, fn: object) -> None:
+    """Raises ArgumentError if `fn` is no function."""
+    if not callable(fn) or isinstance(fn, Mesh | AbstractMesh):  # meshes can be called
         said = fn if isinstance(fn, str) and fn.isidentifier() else "step"
+        got = repr(fn) if len(repr(fn)) < MOST_CHARACTERS else f"a {type(fn).__name__}"
         raise ArgumentError(
-            f"{what} wants a function, got {fn!r}; write {what}({said}, mesh=mesh), or @{what}(mesh=mesh) above it."
+            f"{what} wants a function, got {got}; write {what}({said}, mesh=mesh), or @{what}(mesh=mesh) above it."
+        )
+
+
+MOST_CHARACTERS: Final = 200
+"""Of the repr of a value in an error."""
+
+
+def _refuse_no_names(given: Mapping[str, Any]) -> None:
+    """Raises ArgumentError for options that are names, and are given something else."""
+    lines = [
+        f"{option}={said!r}: write names, as {option}=('w',)"
+        + (f", or {option.replace('names', 'nums')} for numbers." if "names" in option else ".")
+        for option, said in given.items()
+        if not all(isinstance(n, str) for n in _words(said))
+    ]
+    if lines:
+        raise ArgumentError(all_offenders("shardc.function: options that are no names", lines))
+
+
+def refuse_unknown(what: str, given: Sequence[object], unknown: Mapping[str, Any], taker: Callable[..., Any]) -> None:
+    """Raises ArgumentError if the first argument by position is given and no function, if there are more of them, or
+    keywords are that `taker` does not take."""
+    if given[0] is not None:
+        refuse_no_function(what, given[0])
+    if len(given) > 1:
+        raise ArgumentError(
+            f"{what} takes the function alone by position; write the other arguments by name, as {what}(step, "
+            "mesh=mesh, in_placements=...)."
         )
     known = [n for n, p in inspect.signature(taker).parameters.items() if p.kind is p.KEYWORD_ONLY]
     lines = [
@@ -608,12 +703,17 @@ def refuse_unknown(what: str, fn: object, unknown: Mapping[str, Any], taker: Cal
 
 
 def _words(x: Any) -> Sequence[Any]:
-    return (x,) if isinstance(x, str | int) else x
+    return tuple(x) if isinstance(x, Iterable) and not isinstance(x, str) else (x,)
 
 
 def _names_at(numbers: int | Sequence[int], fn: Callable[..., Any], what: str) -> list[str]:
     arguments = Arguments(fn, ())
     names = arguments.names
+    if strange := [i for i in _words(numbers) if type(i) is not int]:
+        raise ArgumentError(
+            f"{arguments.where}: {what}={numbers!r}: {strange[0]!r} is no number of an argument; for names write "
+            f"{what.replace('nums', 'names')}=."
+        )
     wrong = [f"{what} names argument {i}." for i in _words(numbers) if not -len(names) <= i < len(names)]
     if wrong:
         has = f"{arguments.where} has {len(names)} arguments, numbered from 0: {', '.join(names)}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from os import PathLike
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 import jax
@@ -55,8 +56,17 @@ class CompiledCall(Generic[ExecutableT, PlanT]):
         self.memory_stats = executable.memory_stats
         """`memory_stats()`: XLA's memory analysis."""
 
+    @property
+    def latest(self) -> ExecutableT:
+        return self.executable
+
     def __repr__(self) -> str:
         return repr(self.plan).replace(type(self.plan).__name__, type(self).__name__, 1)
+
+    def _repr_html_(self) -> str | None:
+        from shardc.report.page.small import plan_html
+
+        return plan_html(self.plan)
 
     @compat.face
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -64,6 +74,7 @@ class CompiledCall(Generic[ExecutableT, PlanT]):
         if (again := self._cached_calls.run(tree, leaves)) is not None:
             return again[0]
         call = self._taken_apart(args, kwargs)
+        call.refuse_shapes(self._arguments.where)
         out = run(self.executable, call)
         self._cached_calls.add(tree, leaves, self.executable)  # the call has shown that it fits
         return out
@@ -92,6 +103,10 @@ class CompiledCall(Generic[ExecutableT, PlanT]):
 
 class Compiled(CompiledCall[Executable, Plan]):
     """A compiled plan of one program, called like the function."""
+
+    def report(self, path: str | PathLike[str]) -> None:
+        """Writes the page of the plan, as `plan.report`."""
+        self.plan.report(path)
 
     @compat.face
     def check(self, *args: Any, **kwargs: Any) -> int:

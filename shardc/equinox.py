@@ -11,17 +11,18 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Never, TypeVar
 
 import jax
 
-from shardc import api
+from shardc import api, compat
 from shardc.dataflow.round import traced_round
 from shardc.dataflow.value import RoundValue
 from shardc.machine.mesh import AnyMesh
 from shardc.passes.trace.constants import key_of, key_of_static
-from shardc.passes.trace.trace import is_array, is_number
+from shardc.passes.trace.trace import held_by_nnx, is_array, is_number, refuse_lost_writes, where_of
 from shardc.pipeline.options import Pipeline
+from shardc.plan.forbid import Forbid
 from shardc.plan.plan import copied
 from shardc.plan.saved_plan import SavedPlan
 from shardc.plans import Plan
@@ -74,7 +75,10 @@ class EquinoxFunction:
         @functools.wraps(fn, updated=())
         def of_arrays(*args: Any, **kwargs: Any) -> Any:
             args, kwargs = _open((args, kwargs))
-            return _close(fn(*args, **kwargs))
+            before = held_by_nnx((args, kwargs))
+            out = fn(*args, **kwargs)
+            refuse_lost_writes(where_of(fn), before, held_by_nnx((args, kwargs)), jax.tree.leaves(out))
+            return _close(out)
 
         self._fn, self._keywords = fn, keywords
         self._function: api.Function = api.function(of_arrays, **keywords)
@@ -82,6 +86,7 @@ class EquinoxFunction:
     def __repr__(self) -> str:
         return f"Equinox{self._function!r}"
 
+    @compat.face
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = self._closed(args, kwargs)
         return _open(self._function(*args, **kwargs))
@@ -92,11 +97,17 @@ class EquinoxFunction:
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else functools.partial(self, instance)
 
+    @property
+    def latest(self) -> api.AnyExecutable | None:
+        return self._function.latest
+
+    @compat.face
     def plan(self, *args: Any, **kwargs: Any) -> api.AnyPlan:
         """The plan of a call. Takes modules of arrays or of `jax.ShapeDtypeStruct`s."""
         args, kwargs = self._closed(args, kwargs)
         return _without_constants(self._function.plan(*args, **kwargs))
 
+    @compat.face
     def compile(self, *args: Any, **kwargs: Any) -> EquinoxCompiled:
         """Plan and compile a call without running it."""
         args, kwargs = self._closed(args, kwargs)
@@ -117,6 +128,7 @@ class EquinoxCompiled:
     def __repr__(self) -> str:
         return f"Equinox{self._compiled!r}"
 
+    @compat.face
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = self._function._closed(args, kwargs)  # pyright: ignore[reportPrivateUsage]
         return _open(self._compiled(*args, **kwargs))
@@ -125,9 +137,10 @@ class EquinoxCompiled:
         return getattr(self._compiled, name)
 
 
+@compat.face
 def function(  # noqa: PLR0913  # a public face
     fn: Callable[..., Any] | None = None,
-    *,
+    *unnamed: Never,
     mesh: AnyMesh | api.Unsaid | None = api.UNSAID,
     in_placements: Any = AUTO,
     out_placements: Any = AUTO,
@@ -136,6 +149,8 @@ def function(  # noqa: PLR0913  # a public face
     pipeline: Pipeline | None = None,
     plan: str | PathLike[str] | SavedPlan | None = None,
     replicate: str | Sequence[str] = (),
+    forbid: Forbid = (),
+    **unknown: Any,
 ) -> Any:
     """`shardc.function` for functions of equinox modules, as `equinox.filter_jit` is `jax.jit` for them.
 
@@ -146,8 +161,9 @@ def function(  # noqa: PLR0913  # a public face
 
     Args:
       fn: the function.
+      *unnamed: none; all else is given by name.
       mesh: as for `shardc.function`. With None the result is `fn` itself.
-      in_placements, out_placements, donate_argnames, static_argnames, pipeline, plan, replicate: as for
+      in_placements, out_placements, donate_argnames, static_argnames, pipeline, plan, replicate, forbid: as for
         `shardc.function`.
 
     Returns:
@@ -157,11 +173,15 @@ def function(  # noqa: PLR0913  # a public face
       ArgumentError: a name is not an argument of `fn`; in a call, a leaf that is not an array is not hashable.
     """
 
+    api.refuse_unknown("shardc.equinox.function", (fn, *unnamed), unknown, function)
+
+    @compat.face
     def decorate(fn: Callable[..., Any]) -> Any:
+        api.refuse_no_function("shardc.equinox.function", fn)
         keywords = {
             "mesh": mesh, "in_placements": in_placements, "out_placements": out_placements,
             "donate_argnames": donate_argnames, "static_argnames": static_argnames, "pipeline": pipeline,
-            "plan": plan, "replicate": replicate,
+            "plan": plan, "replicate": replicate, "forbid": forbid,
         }  # fmt: skip
         made = EquinoxFunction(fn, keywords)
         return fn if api.is_one_device(mesh, pipeline) else made

@@ -18,6 +18,10 @@ class PlacementError(ShardcError, ValueError):
     """An invalid placement: wrong axis, wrong rank, S on a scalar, P where the value cannot be partial."""
 
 
+class ForbiddenMoveError(PlacementError):
+    """A program that has to move over an axis what `forbid=` says may not; or a compiled one that does."""
+
+
 class ArgumentError(ShardcError, TypeError):
     """A call or a decorator whose arguments do not fit the function: misspelt names, clashing pins, foreign arrays."""
 

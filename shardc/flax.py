@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from os import PathLike
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, Never, TypeAlias
 
 import jax
 from flax import linen, nnx
@@ -28,6 +28,7 @@ from shardc.passes.trace.microbatches import OPENERS
 from shardc.passes.trace.pins import is_leaf_spec
 from shardc.passes.trace.trace import is_array, is_nnx, leaves_by_path, path_text, where_of
 from shardc.pipeline.options import Pipeline
+from shardc.plan.forbid import Forbid
 from shardc.plan.saved_plan import SavedPlan
 from shardc.sbp.placement import AUTO, Auto, Placement
 
@@ -126,6 +127,11 @@ class FlaxFunction:
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else functools.partial(self, instance)
+
+    @property
+    def latest(self) -> api.AnyExecutable | None:
+        """The executable of the modules' structure that was met last; None before the first call."""
+        return next(reversed(self._made.values())).latest if self._made else None
 
     @compat.face
     def plan(self, *args: Any, **kwargs: Any) -> api.AnyPlan:
@@ -277,7 +283,7 @@ class FlaxCompiled:
 @compat.face
 def function(  # noqa: PLR0913  # a public face
     fn: Callable[..., Any] | None = None,
-    *,
+    *unnamed: Never,
     mesh: AnyMesh | api.Unsaid | None = api.UNSAID,
     in_placements: Any = AUTO,
     out_placements: Any = AUTO,
@@ -286,6 +292,7 @@ def function(  # noqa: PLR0913  # a public face
     pipeline: Pipeline | None = None,
     plan: str | PathLike[str] | SavedPlan | None = None,
     replicate: str | Sequence[str] = (),
+    forbid: Forbid = (),
     **unknown: Any,
 ) -> Any:
     """`shardc.function` for functions that write to nnx modules, as `nnx.jit` is `jax.jit` for them.
@@ -298,12 +305,13 @@ def function(  # noqa: PLR0913  # a public face
 
     Args:
       fn: the function. Each of its arguments has a name.
+      *unnamed: none; all else is given by name.
       mesh: as for `shardc.function`. With None the result is `fn` itself.
       in_placements: as for `shardc.function`. A module that it does not place gets the placements of its variables'
         metadata, as `placements` reads them; variables without metadata are AUTO.
       out_placements: placements of the result. The compiler chooses the placements of values that are written to a
         module; those of a donated module stay.
-      donate_argnames, static_argnames, pipeline, plan, replicate: as for `shardc.function`.
+      donate_argnames, static_argnames, pipeline, plan, replicate, forbid: as for `shardc.function`.
 
     Returns:
       A `FlaxFunction`: called like `fn`, with `.plan(...)` and `.compile(...)`.
@@ -312,9 +320,11 @@ def function(  # noqa: PLR0913  # a public face
       ArgumentError: `fn` takes `*args` or `**kwargs`, or a name is not one of its arguments.
     """
 
-    api.refuse_unknown("shardc.flax.function", fn, unknown, function)
+    api.refuse_unknown("shardc.flax.function", (fn, *unnamed), unknown, function)
 
+    @compat.face
     def decorate(fn: Callable[..., Any]) -> Any:
+        api.refuse_no_function("shardc.flax.function", fn)
         static = (static_argnames,) if isinstance(static_argnames, str) else tuple(static_argnames)
         keywords = {
             "out_placements": (AUTO, AUTO, out_placements),
@@ -323,6 +333,7 @@ def function(  # noqa: PLR0913  # a public face
             "pipeline": pipeline,
             "plan": plan,
             "replicate": replicate,
+            "forbid": forbid,
         }
         made = FlaxFunction(fn, mesh, in_placements, keywords)
         return fn if api.is_one_device(mesh, pipeline) else made

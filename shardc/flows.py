@@ -15,9 +15,11 @@ from jax.sharding import AbstractMesh, Mesh
 from shardc import compat
 from shardc.api import function
 from shardc.arrays.gone import refuse_gone
+from shardc.calls.watch import tell_called, tell_made
 from shardc.dataflow.chart import flow_chart
 from shardc.dataflow.explain import flow_sections
 from shardc.dataflow.host import Host, checked_host
+from shardc.dataflow.page import flow_page
 from shardc.dataflow.plan import PlannedFlow
 from shardc.dataflow.results import Rounds
 from shardc.dataflow.round import Round, aval_of, traced_round
@@ -25,22 +27,24 @@ from shardc.dataflow.run import ENDLESS, FlowRun
 from shardc.dataflow.shared import Shared
 from shardc.dataflow.value import LateOrigin, RoundValue
 from shardc.dataflow.work import HOST, HostWork, is_like
-from shardc.errors import ArgumentError, FlowError, all_offenders
+from shardc.errors import ArgumentError, FlowError, MeshError, all_offenders
 from shardc.execute.call_cache import has_tracers
 from shardc.machine.mesh import AnyMesh
 from shardc.passes.trace.constants import key_of, why_no_constant
 from shardc.passes.trace.trace import is_array, leaves_by_path, path_text, settings, where_of
 from shardc.report.chart import Chart
 from shardc.report.drawn import Drawn
+from shardc.report.page.page import write_page
+from shardc.report.page.small import sections_html
 from shardc.report.tables import WIDTH, report_text
 
 
 class FlowPlan(PlannedFlow):
     """The plan of a flow: its nodes, what moves between them, and what a round takes. Needs no devices."""
 
-    def explain(self) -> str:
-        """A report: nodes, what is handed over with its bytes and registers, time and memory."""
-        return report_text(flow_sections(self))
+    def explain(self, *, width: int | None = None) -> str:
+        """A report: nodes, what is handed over with its bytes and registers, time and memory; folded to a width."""
+        return report_text(flow_sections(self), width)
 
     def timeline(self, width: int = WIDTH, *, rounds: int = 8, seconds: Mapping[str, Any] | None = None) -> str:
         """Some simulated rounds as text: a row for each actor, `width` characters to a line.
@@ -62,6 +66,21 @@ class FlowPlan(PlannedFlow):
           PipelineError: another ending, or matplotlib is not installed (`pip install "shardc[report]"`).
         """
         _Simulated(flow_chart(self, rounds, seconds)).draw(path)
+
+    def report(self, path: str | Path, *, rounds: int = 8, seconds: Mapping[str, Any] | None = None) -> None:
+        """Writes some simulated rounds, what is handed over and the functions' programs as one HTML page.
+
+        Args:
+          path: an `.html` file.
+          rounds, seconds: as in `simulate`.
+
+        Raises:
+          ArgumentError: another ending, or jinja2 is not installed (`pip install "shardc[report]"`).
+        """
+        write_page(flow_page(self, flow_chart(self, rounds, seconds)), path)
+
+    def _repr_html_(self) -> str | None:
+        return sections_html(flow_sections(self))
 
     def trace(self, path: str | Path, *, rounds: int = 8, seconds: Mapping[str, Any] | None = None) -> None:
         """Writes some simulated rounds as a trace in JSON, for https://ui.perfetto.dev or chrome://tracing.
@@ -101,6 +120,7 @@ class Flow:
         self._has_item = len(parameters) == 2
         self._plans: dict[Any, FlowPlan] = {}
         self._runs: dict[int, FlowRun] = {}
+        tell_made(self)
 
     def __repr__(self) -> str:
         return f"Flow({self.where})"
@@ -124,6 +144,11 @@ class Flow:
             )
         self._check_arrays("state", state)
         self._check_arrays("item", item)
+        tell_called(self, state, item)
+        return self.plan_of(state, item)
+
+    def plan_of(self, state: Any, item: Any) -> FlowPlan:
+        """The plan of a flow; the known one if state and item have the types of earlier ones."""
         key = _key(state), _key(item), settings()
         if key not in self._plans:
             self._plans[key] = self._planned(state, item)
@@ -189,6 +214,7 @@ class Flow:
 
         Raises:
           ArgumentError: the state was donated to a call or another run.
+          MeshError: a mesh has no devices.
           RoundFailedError: a node failed; the error has the state of the last complete round.
         """
         items = None
@@ -223,8 +249,19 @@ class Flow:
         last, given = self._run_of(plan).run(leaves, items, ENDLESS if rounds is None else rounds, pending, record)
         return plan.round.state_of(last), given
 
+    @property
+    def latest(self) -> FlowRun | None:
+        """The run, with its plan, that was begun last; None before the first one."""
+        return next(reversed(self._runs.values()), None)
+
     def _run_of(self, plan: FlowPlan) -> FlowRun:
         if id(plan) not in self._runs:
+            bare = [n.name for n in plan.nodes if not all(isinstance(m, Mesh) for m in n.work.meshes)]
+            if bare:
+                raise MeshError(
+                    f"{self.where} can be planned and not run: {', '.join(bare)} is on a mesh without devices; make "
+                    "the mesh without `topology=`."
+                )
             self._runs[id(plan)] = FlowRun(plan)
         return self._runs[id(plan)]
 
@@ -295,6 +332,7 @@ def _key_of_leaf(x: Any) -> Any:
     return ((a := aval_of(x)).shape, a.dtype) if is_array(x) else key_of(x)
 
 
+@compat.face
 def flow(fn: Callable[..., Any] | None = None, *, credits: int = 2) -> Any:
     """Make a dataflow of a function of one round.
 
@@ -333,6 +371,7 @@ def flow(fn: Callable[..., Any] | None = None, *, credits: int = 2) -> Any:
     return functools.partial(Flow, credits=credits) if fn is None else Flow(fn, credits)
 
 
+@compat.face
 def host(  # noqa: PLR0913  # a public face
     fn: Callable[..., Any] | None = None, *, gives: Any = None, copies: int | None = None, where: str = "thread",
     process: int | None = None, credits: int | None = None, deadline: float | None = None, seconds: float | None = None,
@@ -376,6 +415,7 @@ def host(  # noqa: PLR0913  # a public face
     return checked_host(fn, gives, copies, where, process, credits, deadline, seconds)
 
 
+@compat.face
 def shared(state: Any, *, on: AnyMesh) -> Shared:
     """A state at one place that the calls of a round change as they come, each change exactly once: a parameter server.
 
@@ -401,6 +441,7 @@ def shared(state: Any, *, on: AnyMesh) -> Shared:
     return Shared(state, on, wrapped)
 
 
+@compat.face
 def late(x: Any, rounds: int, *, first: Any = None) -> Any:
     """The values of some rounds ago: what a bound on staleness is, always the same.
 
@@ -442,6 +483,7 @@ def late(x: Any, rounds: int, *, first: Any = None) -> Any:
     return tree.unflatten(made)
 
 
+@compat.face
 def every(rounds: int, fn: Callable[..., Any]) -> Callable[..., Any]:
     """A function that a flow calls only in every so many rounds: in the last of each so many, counted from the first
     round of a run.

@@ -17,9 +17,10 @@ from shardc.pipeline.make import make_pipeline_plan, with_schedule
 from shardc.pipeline.options import PipelineRequest
 from shardc.pipeline.plan import MpmdPlan
 from shardc.plan.saved_plan import record_borders, to_json
-from shardc.plans import PlanFace
+from shardc.plans import PlanFace, lacks
 from shardc.report.chart import Chart, planned_chart
 from shardc.report.drawn import Drawn
+from shardc.report.page.page import page_of, write_page
 
 
 def planned_pipeline(request: PipelineRequest) -> PipelinePlan:
@@ -38,6 +39,7 @@ class PipelinePlan(PlanFace, Drawn, MpmdPlan):
       squeezed: the ranks without memory for as many registers as the fastest call takes.
     """
 
+    @compat.face
     def with_schedule(self, schedule: Any) -> PipelinePlan:
         """This plan with its tasks in another order. Nothing is cut or placed anew.
 
@@ -63,6 +65,9 @@ class PipelinePlan(PlanFace, Drawn, MpmdPlan):
         """The simulated call."""
         return planned_chart(self)
 
+    def __getattr__(self, name: str) -> NoReturn:
+        lacks(self, name)
+
     def __repr__(self) -> str:
         return (
             f"PipelinePlan({self.program.name} on {self.mesh}: {len(self.stages)} stages, {self.schedule.name}, "
@@ -72,6 +77,9 @@ class PipelinePlan(PlanFace, Drawn, MpmdPlan):
 
 class CompiledPipeline(CompiledCall[PipelineExecutable, "PipelinePlan"], Drawn):
     """A compiled plan of a pipeline. It has what `Compiled` has, and the last call beside the planned one."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        lacks(self, name)
 
     @property
     def writes(self) -> bool:
@@ -94,6 +102,17 @@ class CompiledPipeline(CompiledCall[PipelineExecutable, "PipelinePlan"], Drawn):
         leaves = [x for x in self._taken_apart(args, kwargs).leaves if is_array(x)]
         return jax.tree.unflatten(self.plan.program.out_tree, self.executable.measure(leaves))
 
+    def report(self, path: str | PathLike[str]) -> None:
+        """Writes the page of `plan.report`, with the last call beside the planned one.
+
+        Raises:
+          ArgumentError: as `plan.report`.
+          PipelineError: there was no call yet.
+        """
+        page = page_of(self.plan, self.chart)
+        if self.writes:
+            write_page(page, path)
+
     @property
     def chart(self) -> Chart:
         """The last call. Measured times are those of the host's launches; after `measure`, those on the devices.
@@ -103,6 +122,7 @@ class CompiledPipeline(CompiledCall[PipelineExecutable, "PipelinePlan"], Drawn):
         """
         return self.executable.chart()
 
+    @compat.face
     def with_schedule(self, schedule: Any) -> CompiledPipeline:
         """This pipeline under another schedule. Nothing is placed or compiled again.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from functools import cached_property
 from os import PathLike
@@ -10,7 +11,9 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, Self, cast
 
 import jax
 
+from shardc import compat
 from shardc.errors import ArgumentError, PipelineError, ShardcError
+from shardc.passes.estimate.flops import flops_by_type
 from shardc.plan.digest import digest_of
 from shardc.plan.make import DoesNotFit
 from shardc.plan.plan import SpmdPlan, copied
@@ -62,20 +65,32 @@ class PlanFace:
         return jax.tree.unflatten(self._plan.program.out_tree, self._plan.outputs)
 
     @cached_property
+    def flops(self) -> Counter[str]:
+        """Floating-point operations of one call on all devices together, by the type that they compute in: those of
+        products, convolutions and the like of the program as it is written. What the plan recomputes counts once."""
+        return flops_by_type(self._plan.request.program.jaxpr)
+
+    @cached_property
     def counterfactuals(self) -> tuple[Counterfactual, ...]:
         """The placement problem of each part, to be solved again under other conditions."""
         from shardc.plan.counterfactual import Counterfactual
 
         return tuple(Counterfactual(part) for _, part in self._plan.parts)
 
-    def diff(self, other: PlanView) -> str:
+    @compat.face
+    def diff(self, other: PlanView, *, width: int | None = None) -> str:
         """The differences to another plan of the same function, as text: placements of arguments and results,
-        collectives, time, memory. Plans of different functions are compared by paths."""
+        collectives, time, memory. Plans of different functions are compared by paths; `width` is as in `explain`."""
         from shardc.report.diff import diff
 
-        return diff(self._plan, other)
+        if not hasattr(other, "program"):
+            raise ArgumentError(f"plan.diff wants a plan of step.plan(...), got {other!r}.")
+        return diff(self._plan, other, width)
 
-    def explain(self, why: str | None = None, *, pins: bool = False, after: str | None = None) -> str:
+    @compat.face
+    def explain(
+        self, why: str | None = None, *, pins: bool = False, after: str | None = None, width: int | None = None
+    ) -> str:
         """A report of the plan: placements, collectives with their reason, bytes and source line, time and memory; of
         a pipeline also its stages, their schedule and its bubbles.
 
@@ -91,6 +106,7 @@ class PlanFace:
           pins: adds what each pin costs against leaving its values AUTO, for each stage. Solves once for each.
           after: gives the program after this pass instead, as JAX prints it, of each stage if stages are cut;
             `python -m shardc passes` lists the passes.
+          width: folds tables and long lines to so many characters; None: as wide as they are.
 
         Raises:
           ArgumentError: `why` is the name of nothing; `after` names no pass that ran.
@@ -98,13 +114,34 @@ class PlanFace:
         from shardc.report.explain import sections_of
         from shardc.report.explain_why import pins_sections, why_sections
         from shardc.report.passes import programs_after
-        from shardc.report.tables import report_text
+        from shardc.report.tables import folded, report_text
 
         if after is not None:
-            return programs_after(self._plan, after)
+            return folded(programs_after(self._plan, after), width)
         if why is not None:
-            return report_text(why_sections(self.counterfactuals, why))
-        return report_text([*sections_of(self._plan), *(pins_sections(self.counterfactuals) if pins else ())])
+            return report_text(why_sections(self.counterfactuals, why), width)
+        more = pins_sections(self.counterfactuals) if pins else ()
+        return report_text([*sections_of(self._plan, width), *more], width)
+
+    def report(self, path: str | PathLike[str]) -> None:
+        """Writes the plan as one HTML page that needs no network: warnings, figures, the mesh and where each array
+        lives, the program by module with what moves there and why, bytes and seconds by axis, memory over the call; of
+        a pipeline also its schedule and timeline.
+
+        Args:
+          path: an `.html` file.
+
+        Raises:
+          ArgumentError: another ending, or jinja2 is not installed (`pip install "shardc[report]"`).
+        """
+        from shardc.report.page.page import page_of, write_page
+
+        write_page(page_of(self._plan), path)
+
+    def _repr_html_(self) -> str | None:
+        from shardc.report.page.small import plan_html
+
+        return plan_html(self._plan)
 
 
 class Plan(PlanFace, SpmdPlan):
@@ -134,6 +171,16 @@ class Plan(PlanFace, SpmdPlan):
         """
         Path(path).write_text(to_json(record(self)), "utf-8")
 
+    def draw(self, path: str | PathLike[str]) -> None:
+        """Draws a call into an `.svg` or `.png` file: what its time goes to, and the bytes in memory, along the call.
+
+        Raises:
+          PipelineError: another ending, or matplotlib is not installed (`pip install "shardc[report]"`).
+        """
+        from shardc.report.page.program_picture import draw_program
+
+        draw_program(self, path)
+
     def __getattr__(self, name: str) -> NoReturn:
         no_attribute(self, name, lambda: self.program.name)
 
@@ -159,7 +206,27 @@ def no_attribute(of: object, name: str, program: Callable[[], str]) -> NoReturn:
             f"{program()} is one program, no pipeline: there are no actors to show; jax.profiler.trace(...) shows what "
             "is in it."
         )
-    raise AttributeError(f"{type(of).__name__!r} object has no attribute {name!r}")
+    lacks(of, name)
+
+
+_OF_COMPILED: Final = frozenset(("audit", "hlo", "memory_stats", "check", "measure"))
+
+
+def lacks(of: object, name: str) -> NoReturn:
+    """Raise for an attribute that an object does not have, and say which of a function, its plan and what is compiled
+    from it has it.
+
+    Raises:
+      AttributeError: always.
+    """
+    is_plan, is_function, hint = isinstance(of, PlanFace), hasattr(type(of), "compile"), ""
+    if name in _OF_COMPILED and (is_plan or is_function):
+        hint = f"; what is compiled has it: step.compile(...).{name}"
+    elif not is_plan and not name.startswith("_") and (hasattr(Plan, name) or name in Plan.__dataclass_fields__):
+        hint = f"; the plan has it: {'step.plan(...)' if is_function else 'compiled.plan'}.{name}"
+    elif is_function and name in ("lower", "trace"):
+        hint = "; step.plan(...) traces and plans, step.compile(...) compiles, and its .hlo() is the compiled program"
+    raise AttributeError(f"{type(of).__name__!r} object has no attribute {name!r}{hint}", name=name, obj=of)
 
 
 class MemoryLimitError(ShardcError, ValueError):
@@ -170,7 +237,7 @@ class MemoryLimitError(ShardcError, ValueError):
     """
 
     def __init__(self, found: DoesNotFit) -> None:
-        from shardc.report.memory_error import memory_error_text
+        from shardc.report.refused.memory_error import memory_error_text
 
         super().__init__(memory_error_text(found))
         self.plan = Plan.of(found.plan)

@@ -15,7 +15,7 @@ loaded = lambda: sorted(m for m in sys.modules if m.startswith("shardc"))
 first = loaded()
 f = shardc.function(lambda w, x: w - x.sum(), mesh=shardc.make_mesh(data=1), in_placements={"x": {"data": shardc.S(0)}})
 f(jnp.ones(4), jnp.ones(8))
-print(json.dumps([first, loaded()]))
+print(json.dumps([first, loaded(), "click" in sys.modules]))
 """
 OTHERS = (
     "checkpoint",
@@ -32,10 +32,11 @@ OTHERS = (
 
 def test_a_step_on_one_mesh_loads_no_pipelines_reports_or_checkpoints():
     done = subprocess.run([sys.executable, "-c", STEP], capture_output=True, text=True, timeout=120, check=True)
-    at_import, at_call = json.loads(done.stdout)
+    at_import, at_call, has_click = json.loads(done.stdout)
     assert at_import == ["shardc", "shardc.versions"]
     assert [m for m in at_call if m.removeprefix("shardc.").startswith(OTHERS)] == []
-    assert len(at_call) < 175
+    assert len(at_call) < 180
+    assert not has_click
 
 
 def test_every_name_is_there():

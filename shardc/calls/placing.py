@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from shardc import compat
 from shardc.arrays.far import put_far
@@ -18,7 +18,7 @@ from shardc.arrays.placed import is_placed
 from shardc.arrays.placed import put as put_tree
 from shardc.calls.leaves import leaf_of
 from shardc.calls.parts import GivenPart, put_parts
-from shardc.errors import ArgumentError, PlacementError, all_offenders
+from shardc.errors import ArgumentError, PlacementError, all_offenders, did_you_mean
 from shardc.execute.far_values import bring
 from shardc.execute.process_group import group_of_mesh, settle_all, value_facts
 from shardc.ir.constrain import constrain_p
@@ -53,10 +53,16 @@ def put(tree: Any, mesh: AnyMesh, placements: Any, *, here: bool = False) -> Any
       The tree with jax.Arrays; where a placement is an uneven split or a partial sum, PlacedArrays.
 
     Raises:
-      ArgumentError: the mesh has no devices; arrays were donated to a call; or parts do not make up an array.
+      ArgumentError: `mesh` is no mesh, or has no devices; arrays were donated to a call; or parts do not make up an
+        array.
       DisagreementError: values, or parts that several processes hold, differ between processes.
       PlacementError: a placement does not fit the mesh or its array, or the two trees do not match.
     """
+    if not isinstance(mesh, Mesh | AbstractMesh):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ArgumentError(
+            f"shardc.put: the second argument is a {type(mesh).__name__} and no mesh; write shardc.put(tree, mesh, "
+            "placements)."
+        )
     pairs, structure = leaves_by_path(tree), jax.tree.structure(tree)
     paths, leaves = [path_text(path) for path, _ in pairs], [x for _, x in pairs]
     refuse_gone("shardc.put: arrays that are gone", zip(paths, leaves, strict=True))
@@ -107,13 +113,19 @@ def rows_here(shape: Sequence[int], mesh: Mesh, placement: Any) -> tuple[slice, 
       A slice for each dimension.
 
     Raises:
-      ArgumentError: the part does not lie in one piece of the array.
+      ArgumentError: the part does not lie in one piece of the array, or `mesh` is no mesh with devices.
+      PlacementError: the mesh has no such axis.
 
     Examples:
       >>> rows_here((8, 2), make_mesh(data=1), {"data": S(0)})
       (slice(0, 8, None), slice(0, 2, None))
     """
+    if not isinstance(mesh, Mesh):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ArgumentError(f"shardc.rows_here: mesh={mesh!r} is no mesh with devices, as shardc.make_mesh makes it.")
     wanted = _loose_pin(placement).placement
+    if unknown := [a for a in wanted if a not in mesh.shape]:
+        axes, near = ", ".join(mesh.shape), did_you_mean(unknown[0], mesh.shape)
+        raise PlacementError(f"shardc.rows_here: the mesh has no axis {unknown[0]!r}; its axes are {axes}.{near}")
     found = own_part(mesh, wanted, len(shape), jax.process_index()).slices(shape)
     if found is None:
         raise ArgumentError(
@@ -152,6 +164,7 @@ def fetch(tree: Any) -> Any:
     return values(jax.tree.unflatten(structure, bring(leaves)))
 
 
+@compat.face
 def constrain(x: T, placement: Any) -> T:
     """Pins a value inside a function: the identity, with a placement that the plan keeps.
 

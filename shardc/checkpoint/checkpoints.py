@@ -17,6 +17,7 @@ from typing import Any, Final
 import jax
 
 from shardc import compat
+from shardc.arrays.gone import refuse_gone
 from shardc.calls.placing import put
 from shardc.checkpoint.leaves import blocks_of, check_owned, check_savable, described, encode, is_far, named_leaves
 from shardc.checkpoint.manifest import DamagedError, Manifest, StoredLeaf, files_of, write_manifest
@@ -62,6 +63,7 @@ APPEARS: Final = 10.0
 """Seconds after which a file that one host has written is expected on the others."""
 
 
+@compat.face
 def checkpoints(
     directory: str | PathLike[str], *, every: int = 1, keep: int = 2, plan: Any = None, mode: int = 0o700
 ) -> Checkpoints:
@@ -84,7 +86,8 @@ def checkpoints(
       A context manager. Its body ends when the last checkpoint is complete; an error of the body goes out at once.
 
     Raises:
-      ArgumentError: `every` or `keep` is less than 1, or `mode` is not between 0o700 and 0o777.
+      ArgumentError: `directory` is no path of a file system, or `plan` no plan; `every` or `keep` is less than 1;
+        `mode` is not between 0o700 and 0o777.
       CheckpointError: orbax is not installed (`pip install "shardc[checkpoints]"`). On entry: the directory cannot be
         written, or is not the same one for all processes.
 
@@ -104,6 +107,8 @@ def checkpoints(
     if type(mode) is not int or not 0o700 <= mode <= 0o777:
         said = oct(mode) if type(mode) is int else repr(mode)
         raise ArgumentError(f"shardc.checkpoints: mode={said}: permissions from 0o700 to 0o777 are needed.")
+    if not isinstance(directory, str | PathLike):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ArgumentError(f"shardc.checkpoints: {directory!r} is no path; give the directory of the checkpoints.")
     if "://" in os.fspath(directory):
         raise ArgumentError(f"shardc.checkpoints: {os.fspath(directory)!r}: give a path of the file system.")
     module("orbax.checkpoint")
@@ -111,7 +116,10 @@ def checkpoints(
 
 
 def _digest(plan: Any) -> str:
-    return "" if plan is None else plan if isinstance(plan, str) else plan.digest
+    found = "" if plan is None else plan if isinstance(plan, str) else getattr(plan, "digest", None)
+    if not isinstance(found, str):
+        raise ArgumentError(f"shardc.checkpoints: plan={plan!r} is no plan; write plan=step.plan(...).")
+    return found
 
 
 class Checkpoints:
@@ -132,6 +140,7 @@ class Checkpoints:
 
     # -- the loop
 
+    @compat.face
     def __enter__(self) -> Checkpoints:
         if self._writer is not None:
             raise ArgumentError(f"shardc.checkpoints: {self.directory} is in use: enter it once.")
@@ -152,6 +161,7 @@ class Checkpoints:
         finally:
             writer.close()
 
+    @compat.face
     def last(self, or_else: Any, *, mesh: Any = None, placements: Any = None) -> tuple[Any, int]:
         """The state of the last step that all processes have.
 
@@ -189,6 +199,7 @@ class Checkpoints:
         self._check_alive(state)
         return (state if placements is None else put(state, mesh, placements)), 0
 
+    @compat.face
     def step(self, step: int, state: Any, *, loss: Any = None, tokens: float | None = None) -> None:
         """Say that a step is done; its state is written if `every` divides `step + 1`.
 
@@ -201,9 +212,15 @@ class Checkpoints:
 
         Raises:
           CheckpointError: this state, or one before, cannot be written.
-          ArgumentError: the number is not larger than the last one.
+          ArgumentError: the number is not larger than the last one, or is none; arrays were donated to a call.
         """
-        writer, step = self._open_writer(), operator.index(step)
+        writer = self._open_writer()
+        try:
+            step = operator.index(step)
+        except TypeError:
+            raise ArgumentError(
+                f"saved.step: a step has a number, got a {type(step).__name__}; write saved.step(i, state)."
+            ) from None
         writer.check()
         if step <= self._newest:
             raise ArgumentError(
@@ -217,6 +234,7 @@ class Checkpoints:
         if (step + 1) % self.every == 0:
             self._write(writer, step, state)
 
+    @compat.face
     def run(
         self, one_step: Callable[[int, Any], Any], init: Any, *, steps: int, mesh: Any = None, placements: Any = None
     ) -> Any:
@@ -396,6 +414,7 @@ class Checkpoints:
     def _write(self, writer: Writer, step: int, state: Any) -> None:
         settle_all()  # no state is written that comes of values in which the processes differ
         pairs = named_leaves(state)
+        refuse_gone(f"saved.step({step}): arrays that are gone", pairs)
         check_savable(pairs)
         check_owned(pairs, self._group.island)
         leaves: list[StoredLeaf] = []

@@ -16,7 +16,7 @@ from shardc.report.tables import number_text
 from shardc.runtime.actor import Span
 
 PALETTE: Final = (
-    "#3b76af", "#e08a3c", "#5a9e6f", "#8a6fb0", "#e6b34e", "#b5482a", "#4aa3a2", "#c77ba0", "#7d8590", "#a58a5f",
+    "#3b76af", "#e08a3c", "#5a9e6f", "#8265aa", "#e6b34e", "#b5482a", "#4aa3a2", "#c77ba0", "#868e99", "#a58a5f",
 )  # fmt: skip
 """Colours of nodes, in the order in which a round calls them."""
 

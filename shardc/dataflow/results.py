@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from os import PathLike
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from shardc.dataflow.chart import measured_flow_chart, seconds_by_node
 from shardc.dataflow.far import FarFlow
 from shardc.dataflow.moves import to_place
 from shardc.dataflow.network import FlowNetwork
+from shardc.dataflow.page import flow_page
 from shardc.dataflow.plan import PlannedFlow
 from shardc.dataflow.round import Fixed, FlowNode, Origin
 from shardc.dataflow.value import RoundValue
@@ -20,6 +22,7 @@ from shardc.dataflow.work import LeafPlace
 from shardc.errors import FlowError
 from shardc.report.chart import Chart
 from shardc.report.drawn import Drawn
+from shardc.report.page.page import write_page
 from shardc.runtime.actor import Span
 
 
@@ -49,6 +52,17 @@ class Rounds(list[Any], Drawn):
         if self._plan is None or not self.spans:
             raise FlowError("Nothing to show: no round was recorded; run(..., record=True) records them.")
         return measured_flow_chart(self._plan, self.spans, len(self))
+
+    def report(self, path: str | PathLike[str]) -> None:
+        """Writes the page of the flow's plan, with the recorded rounds below the planned ones.
+
+        Raises:
+          FlowError: no round was recorded.
+          ArgumentError: as `plan.report`.
+        """
+        chart = self.chart
+        assert self._plan is not None
+        write_page(flow_page(self._plan, chart), path)
 
 
 class RunResults:

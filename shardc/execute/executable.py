@@ -33,6 +33,7 @@ from shardc.passes.trace.trace import settings
 from shardc.plan.digest import digest_of
 from shardc.plan.plan import PlacedProgram
 from shardc.sbp.layout import bits_of, is_plain, physical_shape, physical_spec, to_logical
+from shardc.sbp.placement import local_shape
 
 
 def looks_for_nans() -> bool:
@@ -158,16 +159,25 @@ class Executable:
             return done
 
         local.__name__ = plan.program.name
+        avals = plan.program.in_avals
+        all_empty = all(0 in a.shape and isinstance(a.dtype, np.dtype) for a in avals)  # Shardy takes no such operands
+
+        def made() -> list[Any]:
+            held = [local_shape(a.shape, p, self._sizes) for a, p in zip(avals, plan.inputs, strict=True)]
+            pieces = [jax.numpy.zeros(s, a.dtype) for s, a in zip(held, avals, strict=True)]
+            return local(*(x[None] if partial else x for x, partial in zip(pieces, partial_in, strict=True)))
+
         sharded = jax.shard_map(
-            local,
+            made if all_empty else local,
             mesh=self.mesh,
-            in_specs=tuple(physical_spec(p) for p in plan.inputs),
+            in_specs=() if all_empty else tuple(physical_spec(p) for p in plan.inputs),
             out_specs=[physical_spec(p) for p in plan.outputs],
             check_vma=False,
         )
 
         def ordered(*args: Any) -> list[Any]:
-            out = sharded(*(x for _, x in sorted(zip(self._in_order, args, strict=True), key=lambda pair: pair[0])))
+            given = [x for _, x in sorted(zip(self._in_order, args, strict=True), key=lambda pair: pair[0])]
+            out = sharded(*(() if all_empty else given))
             return [*(out[i] for i in self._out_order), *[jax.numpy.zeros(0, bool)] * self._token]
 
         ordered.__name__ = plan.program.name

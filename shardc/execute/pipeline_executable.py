@@ -459,6 +459,15 @@ class PipelineExecutable:
         last = self._last if self._far is None else self._far.whole(self._last, self.plan.network)
         return measured_chart(self.plan, last.timeline(self.plan.network), last.note)
 
+    @property
+    def measured_waits(self) -> list[float]:
+        """For each rank the part of the last call that it waited; empty if that call was not measured, or if other
+        processes ran a part of it."""
+        if self._last is None or self._last.waited is None or self._far is not None:
+            return []
+        timeline = self._last.timeline(self.plan.network)
+        return [1 - busy / timeline.makespan for busy in timeline.busy]
+
     def hlo(self) -> str:
         """The optimized HLO of all tasks, one after the other."""
         return "\n\n".join(e.hlo() for e in self._task_executables())

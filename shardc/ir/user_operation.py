@@ -12,9 +12,9 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from shardc import compat
-from shardc.errors import PlacementError
+from shardc.errors import PlacementError, did_you_mean
 from shardc.ir.nested import trips_of
-from shardc.sbp.placement import ReduceOp
+from shardc.sbp.placement import REDUCE_OPS, ReduceOp
 from shardc.sbp.signature import Factors, Neutral, Operation, Rule, find_rule, linear, parse_factors, rule
 
 user_p: Final = Primitive("user_operation")
@@ -122,6 +122,16 @@ def _granules(
     return found
 
 
+def _operands(text: Any) -> Sequence[Factors]:
+    """The factors of the operands."""
+    if not isinstance(text, str):
+        raise PlacementError(
+            f"shardc.signature wants the factors of its operands and results, got {text!r}; write "
+            '@shardc.signature("b d, d f -> b f") above the function.'
+        )
+    return parse_factors(text)[0]
+
+
 def _flops_of(jaxpr: Any) -> float:
     """Floating-point operations of the products, factorizations and the like in a body."""
     total = 0.0
@@ -133,6 +143,7 @@ def _flops_of(jaxpr: Any) -> float:
     return total
 
 
+@compat.face
 def signature(
     text: str,
     *,
@@ -156,7 +167,8 @@ def signature(
       A decorator. The function takes arrays by position, and runs on any pieces as it does on the whole.
 
     Raises:
-      PlacementError: the text is not in factor notation, or does not fit the shapes.
+      PlacementError: the text is not in factor notation, or does not fit the shapes; `linear` names an operand that is
+        not there; no such `reduce`; a call gives operands by name.
 
     Examples:
       >>> import numpy as np
@@ -166,12 +178,27 @@ def signature(
       >>> matmul(np.ones((2, 3)), np.ones((3, 4))).shape
       (2, 4)
     """
-    parse_factors(text)
+    count = len(_operands(text))
     groups = tuple((g,) if isinstance(g, int) else tuple(g) for g in linear)
+    if unknown := [i for g in groups for i in g if i not in range(count)]:
+        raise PlacementError(
+            f"shardc.signature({text!r}): linear={linear} names operand {unknown[0]}; there are {count}, numbered from "
+            "0."
+        )
+    if reduce not in REDUCE_OPS:
+        near = did_you_mean(str(reduce), REDUCE_OPS) or " For a mean, divide the sum after the call."
+        raise PlacementError(
+            f"shardc.signature({text!r}): reduce={reduce!r}; what is reduced away is a sum, max or min.{near}"
+        )
 
     def decorate(fn: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(fn)
-        def call(*operands: Any) -> Any:
+        @compat.face
+        def call(*operands: Any, **named: Any) -> Any:
+            if named:
+                raise PlacementError(
+                    f"shardc.signature({text!r}): operands are given by position, got {', '.join(named)} by name."
+                )
             arrays = [x if compat.is_tracer(x) else jax.numpy.asarray(x) for x in operands]
             closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*arrays)
             results, structure = jax.tree.flatten(shapes)

@@ -8,8 +8,10 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Final
 
+from shardc.errors import ArgumentError
 from shardc.runtime.cluster import RunConfig
 
 _COUNT: Final = re.compile(r"--xla_force_host_platform_device_count=\S*\s*")
@@ -64,6 +66,12 @@ class Script:
     arguments: tuple[str, ...] = ()
     module: bool = False
     devices: int | None = None
+
+    def refuse_missing(self) -> None:
+        """Raise ArgumentError if there is no such file; a module is looked for when it is run."""
+        if not self.module and not Path(self.name).exists():
+            hint = "" if "/" in self.name or "." in self.name else f" Or is it a module: -m {self.name}?"
+            raise ArgumentError(f"there is no script {self.name}.{hint}")
 
     def command(self) -> list[str]:
         return [*(["-m"] if self.module else []), self.name, *self.arguments]

@@ -1,8 +1,7 @@
-"""The command `run`: decides who starts the processes."""
+"""Runs a script in several processes: decides who starts them."""
 
 from __future__ import annotations
 
-import argparse
 from typing import Final
 
 from shardc.compat import detect_process
@@ -11,19 +10,18 @@ from shardc.launch.backends.hosts import run_on_hosts
 from shardc.launch.backends.on_ray import run_on_ray
 from shardc.launch.backends.on_this_machine import run_on_this_machine
 from shardc.launch.backends.under_a_cluster import run_under_a_cluster
-from shardc.launch.options import read_options
+from shardc.launch.options import RunOptions
 
 _PROG: Final = "python -m shardc run"
 
 
-def run_command(args: argparse.Namespace) -> int:
+def run(options: RunOptions) -> int:
     """Run a script in several processes. Returns the exit code of the run.
 
     Raises:
       ClusterError: options that do not fit, an address in use, a secret that cannot be shared.
       OSError: a file that cannot be written.
     """
-    options = read_options(args)
     if options.hosts is not None:
         return run_on_hosts(options)
     if options.processes is not None:

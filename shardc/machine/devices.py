@@ -21,6 +21,7 @@ class FarDevice:
       number: its number there.
       platform, device_kind: as JAX has them.
       coords: its place on the torus of a slice, if it has one.
+      core_on_chip: its number in its chip.
     """
 
     process: int
@@ -28,6 +29,7 @@ class FarDevice:
     platform: str
     device_kind: str
     coords: tuple[int, ...] | None = None
+    core_on_chip: int = 0
 
     @property
     def id(self) -> int:
@@ -61,7 +63,8 @@ def devices() -> list[Any]:
     if cluster is None or cluster.config.islands == 1:
         return here
     mine = jax.local_devices()
-    cluster.publish("devices", json.dumps([(d.platform, d.device_kind, getattr(d, "coords", None)) for d in mine]))
+    said = [(d.platform, d.device_kind, getattr(d, "coords", None), getattr(d, "core_on_chip", 0)) for d in mine]
+    cluster.publish("devices", json.dumps(said))
     return [d for p in range(cluster.processes) for d in _devices_of(p, here, cluster)]
 
 
@@ -70,8 +73,8 @@ def _devices_of(process: int, here: Iterable[Any], cluster: Cluster) -> list[Any
         return sorted((d for d in here if process_of(d) == process), key=lambda d: d.id)
     told = json.loads(cluster.published("devices", process))
     return [
-        FarDevice(process, i, platform, kind, None if coords is None else tuple(coords))
-        for i, (platform, kind, coords) in enumerate(told)
+        FarDevice(process, i, platform, kind, None if coords is None else tuple(coords), core)
+        for i, (platform, kind, coords, core) in enumerate(told)
     ]
 
 

@@ -52,8 +52,8 @@ class MeshView:
     """Number of collectives that start together, for kinds that the compiler combines."""
     taken: str = field(default="", compare=False, repr=False)
     """The axis of a pipeline's ranks, if this is the mesh of one rank. It occurs in no placement."""
-    avoids: frozenset[str] = frozenset()
-    """Kinds of boxing steps that a plan uses only if it has to: each costs `AVOIDED` more."""
+    avoids: frozenset[tuple[str, str]] = frozenset()
+    """Kinds of steps, each over an axis, that a plan has only if it must: `shardc.sbp.cost.avoided_cost`."""
     sizes: Mapping[str, int] = field(init=False, compare=False, hash=False, repr=False)
     spans: Mapping[str, tuple[AxisSpan, ...]] = field(init=False, compare=False, hash=False, repr=False)
     """The spans of each axis."""
@@ -126,6 +126,7 @@ def _memory(hbm: str | int) -> int:
     )
 
 
+@compat.face
 def make_mesh(
     *unnamed: Never,
     topology: str | None = None,
@@ -166,6 +167,8 @@ def make_mesh(
     _refuse_order_of_jax(unnamed, axes)
     axes = _filled(axes, topology)
     _check_axes(axes)
+    if topology is not None and not isinstance(topology, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise MeshError(f'topology={topology!r} is no text; write a machine and its shape, as topology="v5p:4x4x2".')
     memory = None if hbm is None else _memory(hbm)
     if topology is not None and calibration is not None:
         raise MeshError("topology= plans without devices, calibration= for the present devices; give only one of them.")
@@ -367,7 +370,9 @@ def _machine_of(mesh: Mesh) -> Topology:
         machine = replace(machine, fabrics=(*machine.fabrics, BETWEEN_PROCESSES))
     if len(machine.fabrics) == 1:
         return machine
-    places = places_of(list(mesh.devices.flat), on_torus=bool(machine.pod), rank=len(machine.fabrics) - 1)
+    inside = bool(machine.pod) and machine.fabrics[0].kind == "switch"  # a chip has several devices
+    rank = len(machine.fabrics) - 1 - inside
+    places = places_of(list(mesh.devices.flat), on_torus=bool(machine.pod), rank=rank, in_chips=inside)
     if places is None:
         return machine
     at = np.asarray(places) - np.min(places, 0)
@@ -382,9 +387,11 @@ def _machine_of(mesh: Mesh) -> Topology:
     return replace(machine, shape=(), layout=lay_along(machine, tuple(mesh.shape.items()), place))
 
 
-def places_of(devices: Sequence[Any], *, on_torus: bool, rank: int) -> list[tuple[int, ...]] | None:
-    """The place of each device: on a torus its first `rank` coordinates, else its number in the NVLink domain; then its
-    slice or domain. None if the devices do not report it."""
+def places_of(
+    devices: Sequence[Any], *, on_torus: bool, rank: int, in_chips: bool = False
+) -> list[tuple[int, ...]] | None:
+    """The place of each device: on a torus its first `rank` coordinates, after its number in its chip where these have
+    several, else its number in the NVLink domain; then its slice or domain. None if the devices do not report it."""
     found: list[tuple[int, ...]] = []
     members: Counter[int] = Counter()
     for device in devices:
@@ -393,7 +400,8 @@ def places_of(devices: Sequence[Any], *, on_torus: bool, rank: int) -> list[tupl
             coords = getattr(device, "coords", None)
             if coords is None:
                 return None
-            found.append((*coords[:rank], domain or 0))
+            core = (getattr(device, "core_on_chip", 0),) if in_chips else ()
+            found.append((*core, *coords[:rank], domain or 0))
         else:
             domain = process_of(device) if domain is None else domain
             found.append((members[domain], domain))
@@ -402,9 +410,10 @@ def places_of(devices: Sequence[Any], *, on_torus: bool, rank: int) -> list[tupl
 
 
 def _along_links(device: Any) -> tuple[int, ...]:
-    """Sort key: devices of a torus by coordinates, the first fastest; others by process and number."""
+    """Sort key: devices of a torus by coordinates, those in a chip fastest, then the first one; others by process and
+    number."""
     place = getattr(device, "coords", None)
-    at = (process_of(device), device.id) if place is None else place[::-1]
+    at = (process_of(device), device.id) if place is None else (*place[::-1], getattr(device, "core_on_chip", 0))
     return (domain_of(device) or 0, *at)
 
 

@@ -7,14 +7,16 @@ one from host to host is slow.
 Sources of the figures, by the letter beside them:
   [B] "How to Scale Your Model" (Austin et al. 2025), chapters tpus and sharding: operations, memory, links (45 and 90
       GB/s one way), 1 us for a hop, 25 GB/s for a host (of 4 chips; v5e and v6e of 8), which dimensions are rings.
-  [N] NVIDIA's data sheets of H100 SXM, H200 SXM, HGX B200: operations without sparsity, memory, NVLink, one 400 Gb/s
-      port for each GPU. JAX multiplies float32 in TF32 there.
+  [N] NVIDIA's data sheets of A100 SXM, H100 SXM, H800, H200 SXM, HGX B200, GB200 and GB300 NVL72: operations without
+      sparsity, memory, NVLink, one port of 400 Gb/s for each GPU (A100 200, GB300 800). JAX multiplies float32 in TF32.
   [A] The cost models of autoparallel and DTensor (meta-pytorch/autoparallel; torch.distributed.tensor): 320 of H100's
       450 GB/s are reached in an all-gather over NVSwitch; 6.6 us to start a collective, 0.6 us for a hop inside a host,
       2.7 us between hosts.
   [M] Measured here: `python -m shardc calibrate` on fake devices of XLA:CPU; the sizes that XLA:TPU combines, from
       programs compiled ahead of time for v5p: 25 MiB were combined, 31.5 MiB were not (libtpu 0.0.50.1).
   [X] Defaults of XLA:GPU's flags xla_gpu_all_reduce_combine_threshold_bytes and those of other kinds.
+  [I] Google's page on TPU7x: half of 2307 TFLOP/s in bfloat16, of 7.38 TB/s and 192 GB for each device; links of 100
+      GB/s one way; between the halves of a chip six times as much.
   [G] Guessed here: no source.
 """
 
@@ -33,6 +35,7 @@ from typing import Any, Final, Literal, NamedTuple, TypeAlias, cast
 from shardc.errors import MeshError, did_you_mean
 
 FabricKind: TypeAlias = Literal["torus", "switch"]
+BackendKind: TypeAlias = Literal["cpu", "gpu", "tpu"]
 GB: Final = 10**9
 MiB: Final = 2**20
 ANY: Final = 2.0**62
@@ -118,6 +121,9 @@ class Topology:
         placements are chosen.
       combined: by kind of collective, the most bytes that the compiler combines into one, which starts once. Only
         collectives along the same axes that do not wait for each other are combined. Other kinds start one by one.
+      backend: the compiler of XLA.
+      product_share: the share of `flops` and `rates` that products reach.
+      memory_share: the share of `memory_bandwidth` that programs reach. The bandwidths of fabrics are what is reached.
     """
 
     kind: str
@@ -134,13 +140,25 @@ class Topology:
     together: tuple[tuple[str, float], ...] = ()
     cached: bool = False
     combined: tuple[tuple[str, float], ...] = ()
+    backend: BackendKind = "gpu"
+    product_share: float = 1.0
+    memory_share: float = 1.0
 
     def fabric(self, dim: int) -> Fabric:
         return self.fabrics[min(dim, len(self.fabrics) - 1)]
 
-    def flops_in(self, dtype: str) -> float:
-        """Matrix operations per second on operands of a type, by its name."""
+    def peak_in(self, dtype: str) -> float:
+        """Matrix operations per second on operands of a type, by its name, as the data sheet has them."""
         return dict(self.rates).get(dtype, self.flops)
+
+    def flops_in(self, dtype: str) -> float:
+        """Matrix operations per second that are reached on operands of a type."""
+        return self.product_share * self.peak_in(dtype)
+
+    @property
+    def memory_rate(self) -> float:
+        """Bytes/s between the device and its memory that are reached."""
+        return self.memory_share * self.memory_bandwidth
 
     @property
     def link(self) -> DeviceLink:
@@ -168,6 +186,15 @@ def _hops(span: AxisSpan) -> int:
     return span.stride if span.fabric.kind == "torus" else 1
 
 
+class _Shares(NamedTuple):
+    """Shares of the data sheet's figures that are reached: by products, of the bandwidth of memory, links, network."""
+
+    products: float = 1.0
+    memory: float = 1.0
+    links: float = 1.0
+    network: float = 1.0
+
+
 class _Chip(NamedTuple):
     """A chip: operations/s in bfloat16, bytes/s of its memory, GB of memory, operations/s in other types."""
 
@@ -177,35 +204,39 @@ class _Chip(NamedTuple):
     rates: tuple[tuple[str, float], ...] = ()
 
 
-def _tpu(kind: str, chip: _Chip, link: float, pod: tuple[int, ...]) -> Topology:
+def _tpu(kind: str, chip: _Chip, link: float, pod: tuple[int, ...], shares: _Shares) -> Topology:
     """[B] The dimensions of a pod, then the network between slices: that of a host, which its chips share."""
     chips, ring, together = (4, 4, 4) if len(pod) == 3 else (8, 16, 8)
-    torus = Fabric("torus", link, 1e-6, ring=ring)
+    torus = Fabric("torus", link * shares.links, 1e-6, ring=ring)
     network = Fabric("switch", 2.5e10 / chips, 1e-5, tier=1)  # latency [G]
     fabrics = (torus,) * len(pod) + (network,)
     most = (("all_gather", 63), ("reduce_scatter", together))
     combined = (("all_reduce", 30.0 * MiB),)  # [M]
     return Topology(
         kind, chip.flops, chip.memory, chip.hbm * GB, 1e-6, fabrics, chip.rates, pod=pod, together=most,
-        combined=combined,
+        combined=combined, backend="tpu", product_share=shares.products, memory_share=shares.memory,
     )  # fmt: skip
 
 
-def _gpu(kind: str, chip: _Chip, *fabrics: Fabric) -> Topology:
-    """[A, X] The fabrics are of one tier each, the fastest first."""
+def _ironwood(shares: _Shares) -> Topology:
+    """[I] JAX has two devices for each chip, a half of it each, and these share the chip's links."""
+    half = _Chip(1.1535e15, 3.69e12, 96, tuple((t, 2.307e15) for t in ("float8_e4m3fn", "float8_e5m2")))
+    found = _tpu("tpu7x", half, 5e10, (16, 24, 24), shares)
+    chip = Fabric("switch", 6e11, 1e-6, most=2)
+    return replace(found, fabrics=(chip, *(replace(f, tier=f.tier + 1) for f in found.fabrics)), pod=(2, *found.pod))
+
+
+def _gpu(kind: str, chip: _Chip, shares: _Shares, nvlink: float, domain: int, network: float) -> Topology:
+    """[N, A, X] An NVLink domain of at most `domain` GPUs, and the network between domains, of one port for each GPU:
+    bytes/s one way, as the data sheets have them."""
+    inside = Fabric("switch", nvlink * shares.links, 6e-7, most=domain)
+    fabrics = inside, Fabric("switch", network * shares.network, 2.7e-6, tier=1)
     combined = tuple((kind, 30.0 * MiB) for kind in ("all_reduce", "all_gather", "reduce_scatter"))  # [X]
     return Topology(
-        kind, chip.flops, chip.memory, chip.hbm * GB, 6.6e-6, fabrics, chip.rates, combined=combined
+        kind, chip.flops, chip.memory, chip.hbm * GB, 6.6e-6, fabrics, chip.rates, combined=combined,
+        product_share=shares.products, memory_share=shares.memory,
     )  # fmt: skip
 
-
-def _nvlink(bandwidth: float, domain: int) -> Fabric:
-    """[N, A] An NVLink domain of at most `domain` GPUs."""
-    return Fabric("switch", bandwidth, 6e-7, most=domain)
-
-
-_INFINIBAND: Final = Fabric("switch", 5e10, 2.7e-6, tier=1)
-"""[N, A] The network between domains, of one port for each GPU."""
 
 _HOPPER: Final = (
     ("float32", 4.94e14), ("float64", 6.7e13), ("int8", 1.979e15),
@@ -214,7 +245,17 @@ _HOPPER: Final = (
 _BLACKWELL: Final = (
     ("float32", 1.1e15), ("float64", 3.7e13), ("int8", 4.5e15), ("float8_e4m3fn", 4.5e15), ("float8_e5m2", 4.5e15),
 )  # fmt: skip
+_BLACKWELL_ULTRA: Final = (
+    ("float32", 1.25e15), ("float64", 1.25e12), ("int8", 1.65e14), ("float8_e4m3fn", 5e15), ("float8_e5m2", 5e15),
+)  # fmt: skip
 
+
+_AMPERE: Final = (("float32", 1.56e14), ("float64", 1.95e13), ("int8", 6.24e14))
+_TPU: Final = _Shares()
+_V6E: Final = _Shares()
+_A100: Final = _Shares(links=320 / 450)
+_H100: Final = _Shares(links=320 / 450)  # [A]
+_B200: Final = _Shares(links=320 / 450)  # as H100 [G]
 
 TOPOLOGIES: Final[Mapping[str, Topology]] = MappingProxyType(
     {
@@ -222,20 +263,25 @@ TOPOLOGIES: Final[Mapping[str, Topology]] = MappingProxyType(
         for t in (
             # [M] Fake devices of one host share its cores and memory: 8 devices on 2 cores.
             Topology("cpu", 1e10, 4e9, 4 * GB, 1e-4, (Fabric("switch", 6e8, 2e-7),), overlaps=False, cached=True,
-                     combined=(("all_reduce", ANY),)),
-            _tpu("v4", _Chip(2.75e14, 1.2e12, 32), 4.5e10, (16, 16, 16)),
-            _tpu("v5e", _Chip(1.97e14, 8.1e11, 16, (("int8", 3.94e14),)), 4.5e10, (16, 16)),
-            _tpu("v5p", _Chip(4.59e14, 2.8e12, 95, (("int8", 9.18e14),)), 9e10, (16, 20, 28)),
-            _tpu("v6e", _Chip(9.2e14, 1.6e12, 32, (("int8", 1.84e15),)), 9e10, (16, 16)),
-            _gpu("h100", _Chip(9.89e14, 3.35e12, 80, _HOPPER), _nvlink(3.2e11, 8), _INFINIBAND),
-            _gpu("h200", _Chip(9.89e14, 4.8e12, 141, _HOPPER), _nvlink(3.2e11, 8), _INFINIBAND),
-            # NVLink is 900 GB/s one way; the share reached is assumed to be that of H100. A rack of GB200 has 72 GPUs.
-            _gpu("b200", _Chip(2.25e15, 8e12, 180, _BLACKWELL), _nvlink(6.4e11, 72), _INFINIBAND),
+                     combined=(("all_reduce", ANY),), backend="cpu"),
+            _tpu("v4", _Chip(2.75e14, 1.2e12, 32), 4.5e10, (16, 16, 16), _TPU),
+            _tpu("v5e", _Chip(1.97e14, 8.1e11, 16, (("int8", 3.94e14),)), 4.5e10, (16, 16), _TPU),
+            _tpu("v5p", _Chip(4.59e14, 2.8e12, 95, (("int8", 9.18e14),)), 9e10, (16, 20, 28), _TPU),
+            _tpu("v6e", _Chip(9.2e14, 1.6e12, 32, (("int8", 1.84e15),)), 9e10, (16, 16), _V6E),
+            _ironwood(_TPU),
+            _gpu("a100-40", _Chip(3.12e14, 1.555e12, 40, _AMPERE), _A100, 3e11, 8, 2.5e10),
+            _gpu("a100", _Chip(3.12e14, 2.039e12, 80, _AMPERE), _A100, 3e11, 8, 2.5e10),
+            _gpu("h100", _Chip(9.89e14, 3.35e12, 80, _HOPPER), _H100, 4.5e11, 8, 5e10),
+            _gpu("h800", _Chip(9.89e14, 3.35e12, 80, _HOPPER), _H100, 2e11, 8, 5e10),
+            _gpu("h200", _Chip(9.89e14, 4.8e12, 141, _HOPPER), _H100, 4.5e11, 8, 5e10),
+            _gpu("gb300", _Chip(2.5e15, 8e12, 279, _BLACKWELL_ULTRA), _B200, 9e11, 72, 1e11),
+            _gpu("gb200", _Chip(2.25e15, 8e12, 186, _BLACKWELL), _B200, 9e11, 72, 5e10),
+            _gpu("b200", _Chip(2.25e15, 8e12, 180, _BLACKWELL), _B200, 9e11, 8, 5e10),
         )
     }
 )  # fmt: skip
 
-DEVICE_KINDS: Final = {"v5p": "v5p|v5$", "v5e": "v5e|v5 ?lite", "v6e": "v6", "h100": "h100|a100"}
+DEVICE_KINDS: Final = {"v5p": "v5p|v5$", "v5e": "v5e|v5 ?lite", "v6e": "v6", "tpu7x": "tpu ?7", "a100-40": "a100.*40gb"}
 """Regular expressions of JAX's names for devices, in lower case, where they do not hold the name of the topology."""
 
 
@@ -287,8 +333,9 @@ def _check_shape(text: str, machine: Topology, shape: Sequence[int]) -> None:
         if most and n > most:
             fit = next(m for m in range(most, 0, -1) if n % m == 0)
             better = "x".join(map(str, (*shape[:dim], fit, n // fit)))
+            by = "a switch" if dim else "NVLink" if machine.backend == "gpu" else "a chip"
             raise MeshError(
-                f"topology={text!r}: {'a switch' if dim else 'NVLink'} joins at most {most} {'domains of ' * bool(dim)}"
+                f"topology={text!r}: {by} joins at most {most} {'domains of ' * bool(dim)}"
                 f"{machine.kind}; write the GPUs of a domain, then the number of domains"
                 f"{' of each switch, then the number of switches' * bool(dim)}, as in {machine.kind}:{better}."
             )
@@ -399,13 +446,19 @@ def topology_from_json(text: str, where: str = "The topology") -> Topology:
         raise MeshError(f'{where}: "shape" must be a list of positive whole numbers, not {shape!r}.')
     numbers = [_positive(data, name, where) for name in ("flops", "memory_bandwidth", "hbm")]
     launch = _positive(data, "launch", where, least=0.0)
-    flags = {"overlaps": data.get("overlaps", True), "cached": data.get("cached", False)}
-    for name, flag in flags.items():
+    overlaps, cached = data.get("overlaps", True), data.get("cached", False)
+    for name, flag in {"overlaps": overlaps, "cached": cached}.items():
         if not isinstance(flag, bool):
             raise MeshError(f'{where}: "{name}" must be true or false, not {flag!r}.')
+    named = TOPOLOGIES.get(kind.removesuffix("-measured"))  # older files do not say it
+    backend = data.get("backend", "gpu" if named is None else named.backend)
+    if backend not in ("cpu", "gpu", "tpu"):
+        raise MeshError(f'{where}: "backend" must be "cpu", "gpu" or "tpu", not {backend!r}.')
+    products, memory = (_positive({n: data.get(n, 1.0)}, n, where) for n in ("product_share", "memory_share"))
     return Topology(
         kind, numbers[0], numbers[1], int(numbers[2]), launch, read, _rates(data, where), tuple(cast(list[int], shape)),
-        together=_rates(data, where, "together"), combined=_rates(data, where, "combined"), **flags,
+        overlaps=overlaps, together=_rates(data, where, "together"), cached=cached,
+        combined=_rates(data, where, "combined"), backend=backend, product_share=products, memory_share=memory,
     )  # fmt: skip
 
 

@@ -12,7 +12,6 @@ from shardc import compat
 from shardc.compat import Var
 from shardc.errors import PipelineError, StageMemoryError, all_offenders
 from shardc.ir.program import Program
-from shardc.machine.mesh import view
 from shardc.passes.recompute.choose_residuals import choose_residuals
 from shardc.passes.recompute.recompute import RecomputeChoice, recompute
 from shardc.pipeline.cut.cut_loop import find_loop, stage_of, weight_position
@@ -32,6 +31,7 @@ from shardc.pipeline.schedule.methods import METHODS, Method, make_schedule
 from shardc.pipeline.schedule.schedule import Schedule
 from shardc.pipeline.stage_network import position_of, stage_network
 from shardc.plan.borders import match_donated
+from shardc.plan.forbid import avoided_seconds
 from shardc.plan.plan import Unlimited, copied
 from shardc.plan.request import Argument
 from shardc.runtime.actor import Network
@@ -121,7 +121,7 @@ def make_pipeline_plan(request: PipelineRequest) -> MpmdPlan:
 def _recomputing_residuals(request: PipelineRequest) -> PipelineRequest:
     """The request for a program whose loops recompute what takes less time to recompute than to keep."""
     program = precompute_state(request.program)
-    cheaper = RecomputeChoice(*choose_residuals(program.jaxpr, view(request.meshes[0])))
+    cheaper = RecomputeChoice(*choose_residuals(program.jaxpr, request.views[0]))
     if not cheaper:
         return replace(request, program=program)
     program = program.after("recompute_residuals", recompute(program.jaxpr, cheaper)[0])
@@ -183,7 +183,7 @@ class _Search:
             return _ordered(given, _Size(ranks, microbatches, chunks), costs, backward)
 
         recomputed = {*_recomputed(r.pipeline, len(rank_of), r.where), *setting.recompute}
-        views = [view(r.meshes[k]) for k in rank_of]
+        views = [r.views[k] for k in rank_of]
         arguments = [*r.arguments, *[Argument()] * (len(r.program.in_paths) - len(r.arguments))]
         scale = setting.scale or (1.0,) * len(rank_of)
         return cut_automatically(r.program, Wanted(views, arguments, ordered, recomputed, scale, HOST_SECONDS, r.where))
@@ -273,7 +273,7 @@ class _Search:
         for attempt in tried:
             groups.setdefault(attempt.setting.recompute, []).append(attempt)
         plans = [plan for group in groups.values() if (plan := _taken(group)) is not None]
-        return min((p for p in plans if not p.memory.too_full), key=lambda p: p.seconds, default=None)
+        return min((p for p in plans if not p.memory.too_full), key=_priced, default=None)
 
     def _faster_than(self) -> float:
         """Seconds that a plan has to be faster than: those of the best plan of the recomputes before this one."""
@@ -298,6 +298,11 @@ def _plan(attempt: Attempt) -> MpmdPlan:
     return attempt.plan
 
 
+def _priced(plan: MpmdPlan) -> float:
+    """Seconds, with those of what is avoided."""
+    return plan.seconds + avoided_seconds(plan.parts)
+
+
 def _taken(attempts: Sequence[Attempt]) -> MpmdPlan | None:
     """The plan of the last cut: the fastest that fits, or if none does the one whose ranks are least full."""
     planned = [a for a in attempts if a.plan is not None]
@@ -305,7 +310,7 @@ def _taken(attempts: Sequence[Attempt]) -> MpmdPlan | None:
     if not plans:
         return None
     fits = [p for p in plans if not p.memory.too_full]
-    found = min(fits, key=lambda p: p.seconds) if fits else min(plans, key=lambda p: p.memory.worst.fullness)
+    found = min(fits, key=_priced) if fits else min(plans, key=lambda p: p.memory.worst.fullness)
     if found is plans[0]:
         return found
     return copied(found, MpmdPlan, unlimited=Unlimited(plans[0].seconds, plans[0].memory.peak))
@@ -325,7 +330,7 @@ def _stages_of(
         again = {*_recomputed(pipeline, count, where), *recompute}
         cut = cut_stages(pieces.program, count, where, recompute=again, split=draft.splits_backward)
         arguments, results = arguments_of(request, pieces), results_of(request, pieces)
-        placer = StagePlacer(cut, draft.rank_of, [view(m) for m in request.meshes], arguments, results)
+        placer = StagePlacer(cut, draft.rank_of, request.views, arguments, results)
         schedule = _schedule(placer.place({}), cut, ranks, pipeline)
         if not cut.body.backward or schedule.splits_backward == draft.splits_backward:
             break

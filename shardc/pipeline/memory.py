@@ -81,7 +81,7 @@ def working_bytes(task: StageTask) -> int:
     if task.plan is None:
         return 0
     boxed, mesh = task.plan.boxed, task.plan.mesh
-    backend = backend_of(mesh.topology.kind)
+    backend = backend_of(mesh.topology.backend)
     return estimate_memory(boxed.jaxpr, boxed.placements, mesh.sizes, set(task.outputs), backend=backend).temporaries
 
 
@@ -104,7 +104,7 @@ class _Account:
     def size(self, stage: int, atom: Atom) -> int:
         """Bytes that a device of a stage allots for a value."""
         mesh = self.views[stage]
-        backend = backend_of(mesh.topology.kind)
+        backend = backend_of(mesh.topology.backend)
         if compat.is_literal(atom):
             return piece_bytes(atom.aval, REPLICATED, {}, backend)
         if (stage, atom) not in self._sizes:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from jax.sharding import AbstractMesh, Mesh
+
+from shardc.errors import PipelineError
 from shardc.ir.program import Program
-from shardc.machine.mesh import AnyMesh
+from shardc.machine.mesh import AnyMesh, MeshView, view
 from shardc.plan.request import Argument, ArgumentsTree
 from shardc.sbp.placement import Pin
 
@@ -28,6 +31,9 @@ class Pipeline:
       stages: `"marked"`: at `shardc.stage_boundary`. `"auto"`: where a call is fastest and each stage fits its memory,
         by the cost model; the function must have no `shardc.stage_boundary` then.
       meshes: for ranks of unequal size their meshes, instead of `axis`.
+
+    Raises:
+      PipelineError: `axis` is no text, or `meshes` is one mesh.
     """
 
     axis: str = "pipe"
@@ -37,6 +43,15 @@ class Pipeline:
     recompute: Any = "auto"
     stages: str = "marked"
     meshes: Sequence[AnyMesh] | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.axis, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise PipelineError(f'Pipeline(axis={self.axis!r}): write the name of an axis of the mesh, as axis="pipe".')
+        if isinstance(self.meshes, Mesh | AbstractMesh):
+            raise PipelineError(
+                "Pipeline(meshes=...) wants a mesh for each rank, in a list, and got one mesh; give one mesh with an "
+                'axis for the ranks as shardc.function(mesh=..., pipeline=shardc.Pipeline(axis="pipe")).'
+            )
 
 
 @dataclass(frozen=True)
@@ -53,6 +68,7 @@ class PipelineRequest:
       where: the function, for errors.
       notes: lines for `explain`.
       tree: structure of the arguments of a call.
+      avoids: what a plan has only if it must, as in `MeshView`.
     """
 
     program: Program
@@ -64,3 +80,9 @@ class PipelineRequest:
     where: str
     notes: tuple[str, ...] = ()
     tree: ArgumentsTree | None = None
+    avoids: frozenset[tuple[str, str]] = frozenset()
+
+    @property
+    def views(self) -> tuple[MeshView, ...]:
+        """The planner's view of each rank's mesh."""
+        return tuple(replace(view(m), avoids=self.avoids) for m in self.meshes)

@@ -248,7 +248,7 @@ class MpmdPlan:
         if carried is None:
             return 0
         placements, mesh = self.built.placements[carried.target], self.stages[carried.target].mesh
-        backend = backend_of(mesh.topology.kind)
+        backend = backend_of(mesh.topology.backend)
         return sum(piece_bytes(v.aval, placements[v], mesh.sizes, backend) for v in carried.taken)
 
     @cached_property

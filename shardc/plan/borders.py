@@ -41,7 +41,7 @@ class Border:
     @property
     def bytes(self) -> int:
         """Bytes on each device."""
-        return piece_bytes(self.aval, self.placement, self.mesh.sizes, backend_of(self.mesh.topology.kind))
+        return piece_bytes(self.aval, self.placement, self.mesh.sizes, backend_of(self.mesh.topology.backend))
 
     @property
     def is_padded(self) -> bool:

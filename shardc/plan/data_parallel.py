@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -11,10 +12,11 @@ from shardc.compat import Eqn, Jaxpr, Var
 from shardc.errors import ArgumentError
 from shardc.ir.box import Boxed, box_p
 from shardc.ir.nested import bodies_of
+from shardc.passes.trace.fully_sharded import axis_names
 from shardc.plan.plan import SpmdPlan
 from shardc.sbp.placement import S
 
-AVOIDS: Final = frozenset(("all_gather", "reduce_scatter", "all_to_all", "permute", "fill", "slice"))
+_AVOIDS: Final = frozenset(("all_gather", "reduce_scatter", "all_to_all", "permute", "fill", "slice"))
 """The steps of a boxing that a data parallel plan does without: all but the sum of what is partial."""
 
 
@@ -42,6 +44,10 @@ class DataParallel:
     def _axis(self) -> str | tuple[str, ...]:
         return self.axes[0] if len(self.axes) == 1 else self.axes
 
+    def avoids(self, axes: Iterable[str]) -> frozenset[tuple[str, str]]:
+        """What a plan avoids, over all axes of a mesh."""
+        return frozenset(itertools.product(_AVOIDS, axes))
+
     def __str__(self) -> str:
         batch = self.batch[0] if len(self.batch) == 1 else self.batch
         return f"data_parallel({self._axis!r}{f', batch={batch!r}' if self.batch else ''})"
@@ -49,6 +55,7 @@ class DataParallel:
     __repr__ = __str__
 
 
+@compat.face
 def data_parallel(axis: str | Sequence[str], *, batch: str | Sequence[str] = ()) -> DataParallel:
     """Exactly data parallel, for `in_placements=`: every device holds the parameters and sees a part of the rows.
 
@@ -62,13 +69,14 @@ def data_parallel(axis: str | Sequence[str], *, batch: str | Sequence[str] = ())
         arguments are whole.
 
     Raises:
+      ArgumentError: an axis is no text.
       PlacementError: in a call, with what would be sent besides, and the line.
 
     Examples:
       >>> data_parallel("data", batch=("x", "y"))
       data_parallel('data', batch=('x', 'y'))
     """
-    axes = (axis,) if isinstance(axis, str) else tuple(axis)
+    axes = axis_names("data_parallel", axis)
     return DataParallel(axes, (batch,) if isinstance(batch, str) else tuple(batch))
 
 

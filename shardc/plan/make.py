@@ -18,6 +18,7 @@ from shardc.passes.place.place import Placed, Placer
 from shardc.passes.recompute.choose_residuals import choose_residuals
 from shardc.passes.recompute.recompute import Recomputation, RecomputeChoice, RecomputeOptions, recompute, recomputed
 from shardc.plan.borders import match_donated, may_replace, moves, pin_entries, problem_of
+from shardc.plan.forbid import avoided_seconds
 from shardc.plan.plan import SpmdPlan, Unlimited, copied
 from shardc.plan.request import Argument, Request
 from shardc.plan.rewrites import REWRITES, RewriteTrial
@@ -109,8 +110,12 @@ def _is_cheaper(found: SpmdPlan | DoesNotFit, other: SpmdPlan | DoesNotFit) -> b
 
 
 def _cost(found: SpmdPlan | DoesNotFit) -> tuple[float, int]:
-    """Seconds, and for what does not fit the least bytes that were found."""
-    return (math.inf, found.fitted.least.peak) if isinstance(found, DoesNotFit) else (found.seconds, 0)
+    """Seconds, with those of what is avoided, and for what does not fit the least bytes that were found."""
+    return (math.inf, found.fitted.least.peak) if isinstance(found, DoesNotFit) else (_priced(found), 0)
+
+
+def _priced(plan: SpmdPlan) -> float:
+    return plan.seconds + avoided_seconds(plan.parts)
 
 
 def _least_seconds(found: SpmdPlan | DoesNotFit) -> float:
@@ -179,7 +184,7 @@ class Placing:
             return self.plan
         plans, fitted = _all_within(whole, self.traced)
         if plans:
-            return self._instead(min(plans, key=lambda p: p.seconds))
+            return self._instead(min(plans, key=_priced))
         return DoesNotFit(self.search.request, limit, min(fitted, key=lambda f: f.least.peak), self.plan)
 
 
@@ -305,7 +310,7 @@ class _Search:
 
     @cached_property
     def backend(self) -> Backend:
-        return backend_of(self.mesh.topology.kind)
+        return backend_of(self.mesh.topology.backend)
 
     @cached_property
     def placer(self) -> Placer:

@@ -140,7 +140,7 @@ class PlacedProgram:
         """Bytes that each device holds at each point of the program."""
         return profile_memory(
             self.boxed.jaxpr, self.boxed.placements, self.mesh.sizes, ties=self.donations,
-            backend=backend_of(self.mesh.topology.kind),
+            backend=backend_of(self.mesh.topology.backend),
         )  # fmt: skip
 
     @property

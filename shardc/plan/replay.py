@@ -65,7 +65,7 @@ def replay(saved: SavedPlan, request: Request) -> SpmdPlan:
     ties = match_donated(program, pinned)
     asked = replace(request, program=program, arguments=tuple(pinned), results=tuple(ends))
     boxed = _boxed(saved, asked, problem_of(asked, ties))
-    backend = backend_of(mesh.topology.kind)
+    backend = backend_of(mesh.topology.backend)
     plan = SpmdPlan(
         program, mesh, boxed, tuple(boxed.placements[v] for v in boxed.jaxpr.invars),
         tuple(p.placement for p in ends), tuple(ties), request=asked, gap=saved.gap,

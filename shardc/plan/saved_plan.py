@@ -13,6 +13,7 @@ from os import PathLike, fspath
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from shardc import compat
 from shardc.errors import ArgumentError
 from shardc.ir.program import Program
 from shardc.machine.mesh import MeshView
@@ -176,6 +177,7 @@ def _placement(word: str) -> Placement:
     return REPLICATED if word == "B" else Placement.parse(word)
 
 
+@compat.face
 def load_plan(path: str | PathLike[str]) -> SavedPlan:
     """Reads a plan that `plan.save(path)` wrote.
 
@@ -185,6 +187,8 @@ def load_plan(path: str | PathLike[str]) -> SavedPlan:
     Raises:
       ArgumentError: there is no such file, or it is no plan.
     """
+    if not isinstance(path, str | PathLike):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ArgumentError(f"{path!r} is no saved plan; write plan.save('plan.json'), and plan='plan.json'.")
     try:
         text = Path(path).read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:

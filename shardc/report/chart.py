@@ -30,7 +30,7 @@ KINDS: Final[Mapping[str, str]] = {
 """The kinds of tasks, by letter."""
 
 COLOURS: Final[Mapping[str, str]] = {
-    "F": "#3b76af", "B": "#e08a3c", "I": "#e6b34e", "W": "#5a9e6f", "L": "#b9bec6", "U": "#8a6fb0", "-": "#e4e6ea",
+    "F": "#3b76af", "B": "#e08a3c", "I": "#e6b34e", "W": "#5a9e6f", "L": "#b9bec6", "U": "#8265aa", "-": "#e4e6ea",
 }  # fmt: skip
 """The colour of each kind of task."""
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 from shardc.ir.walk import short_aval
 from shardc.pipeline.plan import MpmdPlan, PlanView
-from shardc.plan.saved_plan import record
+from shardc.plan.saved_plan import SavedLeaf, SavedPlan, record, record_borders
 from shardc.report.tables import (
     Section,
     bytes_text,
@@ -26,8 +26,8 @@ from shardc.sbp.placement import Placement
 SAME = "The plans are the same: they have equal placements and equal moves."
 
 
-def diff(one: PlanView, other: PlanView) -> str:
-    """The text of the differences between two plans, from the first to the second."""
+def diff(one: PlanView, other: PlanView, width: int | None = None) -> str:
+    """The text of the differences between two plans, from the first to the second, folded to a width."""
     parts = [
         _leaves("Arguments", _inputs(one), _inputs(other)),
         _leaves("Results", _outputs(one), _outputs(other)),
@@ -36,7 +36,36 @@ def diff(one: PlanView, other: PlanView) -> str:
     ]
     if not any(parts) and _numbers(one) == _numbers(other) and one.mesh == other.mesh and _order(one) == _order(other):
         return SAME
-    return report_text([_totals(one, other), *parts])
+    return report_text([_totals(one, other), *parts], width)
+
+
+def diff_saved(one: SavedPlan, other: SavedPlan, width: int | None = None) -> str:
+    """The same of two saved plans, or of one and a plan as it would be saved: what moves is not known then."""
+    parts = [
+        _leaves("Arguments", _of_file(one.arguments), _of_file(other.arguments)),
+        _leaves("Results", _of_file(one.results), _of_file(other.results)),
+        _saved_operations(one, other),
+    ]
+    rows = [
+        ("mesh", *(", ".join(f"{a}={n}" for a, n in plan.mesh.items()) for plan in (one, other))),
+        ("time of a call", seconds_text(one.seconds), seconds_text(other.seconds)),
+        ("optimality gap", _gap_text(one.gap), _gap_text(other.gap)),
+    ]
+    if not any(parts) and all(a == b for _, a, b in rows):
+        return SAME
+    head = f"{one.function} of {one.name}, and {other.function} of {other.name}"
+    return report_text([Section(head, ("", ">this plan", ">the other"), rows), *parts], width)
+
+
+def saved_of(plan: PlanView) -> SavedPlan:
+    """A plan as it would be saved."""
+    if not isinstance(plan, MpmdPlan):
+        return record(plan)
+    return record_borders(plan.program, plan.mesh, plan.inputs, plan.outputs, plan.seconds, plan.gap)
+
+
+def _of_file(leaves: Mapping[str, SavedLeaf]) -> _Leaves:
+    return {path or "result": (leaf.type, leaf.placement) for path, leaf in leaves.items()}
 
 
 def _name(plan: PlanView) -> str:
@@ -113,10 +142,15 @@ def _operations(one: PlanView, other: PlanView) -> Section | None:
     """The number of operations whose operands or results have another placement, of two plans of one program."""
     if isinstance(one, MpmdPlan) or isinstance(other, MpmdPlan):
         return None
-    a, b = record(one), record(other)
-    if a.digests != b.digests:
+    return _saved_operations(record(one), record(other))
+
+
+def _saved_operations(one: SavedPlan, other: SavedPlan) -> Section | None:
+    if one.digests != other.digests:
         return Section("The programs differ; arguments and results are compared by path.")
-    pairs = [(x, y) for x, y in zip(a.rows or (), b.rows or (), strict=True) if x.is_operation]
+    if one.rows is None or other.rows is None:  # of a pipeline
+        return None
+    pairs = [(x, y) for x, y in zip(one.rows, other.rows, strict=True) if x.is_operation]
     moved = sum(x.at != y.at for x, y in pairs)
     if not moved:
         return None

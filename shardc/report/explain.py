@@ -46,15 +46,25 @@ def explain(plan: PlanView) -> str:
     return report_text(sections_of(plan))
 
 
-def sections_of(plan: PlanView) -> list[Section]:
-    """The sections of a plan of any kind, in their order."""
-    own = pipeline_sections(plan) if isinstance(plan, MpmdPlan) else _program_sections(plan)
+def summary_of(plan: PlanView) -> list[Section | None]:
+    """The sections with the figures of a plan of any kind: what a call takes, what is sent, memory."""
+    own = _own_sections(plan)
+    return [_head(plan, own), totals(plan), _memory(plan, own)]
+
+
+def _own_sections(plan: PlanView, width: int | None = None) -> OwnSections:
+    return pipeline_sections(plan, width) if isinstance(plan, MpmdPlan) else _program_sections(plan)
+
+
+def sections_of(plan: PlanView, width: int | None = None) -> list[Section]:
+    """The sections of a plan of any kind, in their order; `width` is that of what is drawn."""
+    own = _own_sections(plan, width)
     staged = isinstance(plan, MpmdPlan)
     found = [
         _head(plan, own), Section(WORDS), *own.stages,
         _borders("Arguments", "uses" * staged, plan.in_borders),
         _borders("Results", "makes" * staged, plan.out_borders),
-        *own.transfers, _moves(plan), _totals(plan), *own.channels,
+        *own.transfers, _moves(plan), totals(plan), *own.channels,
         _gathered(plan), _found(plan), _notes(plan), _memory(plan, own),
     ]  # fmt: skip
     return [s for s in found if s is not None]
@@ -231,7 +241,7 @@ def _moves(plan: PlanView) -> Section:
     return Section(f"{title}{which} sends in one call", columns, rows)
 
 
-def _totals(plan: PlanView) -> Section | None:
+def totals(plan: PlanView) -> Section | None:
     """A table of bytes by axis and kind of collective."""
     totals: dict[tuple[str, str], list[Collective]] = {}
     for _, c in plan.moves:
@@ -271,11 +281,15 @@ def _found(plan: PlanView) -> Section | None:
 
 
 def _notes(plan: PlanView) -> Section | None:
+    lines = notes_of(plan)
+    return Section("Notes", lines=lines) if lines else None
+
+
+def notes_of(plan: PlanView) -> list[str]:
     """The notes of a plan, alike ones folded."""
     notes = [*plan.request.notes, *(note for _, part in plan.parts for note in uneven_notes(part))]
     folded = fold_rows([((), note, None) for note in notes])
-    lines = [times_text(fold_paths(alike), len(alike)) for _, alike, _ in folded]
-    return Section("Notes", lines=lines) if lines else None
+    return [times_text(fold_paths(alike), len(alike)) for _, alike, _ in folded]
 
 
 # -- memory

@@ -60,15 +60,21 @@ class OwnSections:
     channels: Sequence[Section | None] = ()
 
 
-def pipeline_sections(plan: MpmdPlan) -> OwnSections:
-    """The sections that only the plan of a pipeline has."""
+def pipeline_sections(plan: MpmdPlan, width: int | None = None) -> OwnSections:
+    """The sections that only the plan of a pipeline has, its schedule drawn in so many characters."""
     timeline = plan.simulate()
     ranks = {s.rank: s.mesh for s in plan.stages}
     return OwnSections(
         (plan.mesh,) if plan.pipeline.meshes is None else [ranks[r] for r in sorted(ranks)],
         _head(plan, timeline),
         _memory(plan),
-        stages=(_schedule(plan), _stages(plan, timeline), _tasks(plan, timeline), _times(plan), _sent(plan)),
+        stages=(
+            _schedule(plan, width - 2 if width else WIDTH),
+            _stages(plan, timeline),
+            _tasks(plan, timeline),
+            _times(plan),
+            _sent(plan),
+        ),
         transfers=(_transfers(plan),),
         channels=(_channels(plan, timeline),),
     )
@@ -127,8 +133,8 @@ def _share(part: float, whole: float) -> str:
     return percent_text(part / whole if whole else 0.0)
 
 
-def _schedule(plan: MpmdPlan) -> Section:
-    grid, cut = cut_grid(plan.schedule, WIDTH)
+def _schedule(plan: MpmdPlan, width: int) -> Section:
+    grid, cut = cut_grid(plan.schedule, width)
     more = f"; {cut}, print(plan.schedule) shows all" if cut else ""
     found = {a.kind for row in plan.schedule.rows for a in row}
     kinds = ", ".join(f"{letter} {word}" for letter, word in KINDS.items() if letter in found)

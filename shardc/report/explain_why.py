@@ -131,20 +131,20 @@ def _verdict(asked: Counterfactual, value: Named, others: Sequence[Other]) -> st
                 f"{_costs(plan, best.plan)}."
             )
         return f"No cheaper placement was found: the next best, {there}, {_costs(plan, best.plan)}."
-    by_user = _is_from_user(value.node, pin)
-    how = f"It is pinned by {_source_of(value.node, pin)}" if by_user else "The argument is passed with this placement"
+    by_user = is_from_user(value.node, pin)
+    how = f"It is pinned by {source_of(value.node, pin)}" if by_user else "The argument is passed with this placement"
     if gains:
         return f"{how}. If it were AUTO, the best placement found is {there}, which {_costs(plan, best.plan)}."
     return f"{how}. This costs nothing: no better placement was found; {there} {_costs(plan, best.plan)}."
 
 
-def _is_from_user(node: Node, pin: Pin) -> bool:
+def is_from_user(node: Node, pin: Pin) -> bool:
     """Whether a pin is the user's: not the placement of a passed array, nor a pin that planning of a stage adds."""
     constrained = node.kind == "carrier" and node.path == "constrain"
     return pin.fixed != frozenset() and (bool(pin.said) or constrained)
 
 
-def _source_of(node: Node, pin: Pin) -> str:
+def source_of(node: Node, pin: Pin) -> str:
     return pin.said or f"shardc.constrain at {compat.source_line(node.equation)}"
 
 
@@ -221,7 +221,7 @@ def pins_sections(parts: Sequence[Counterfactual]) -> list[Section]:
 
 def _pins(asked: Counterfactual, which: str) -> Section:
     plan = asked.plan
-    by_user = [((), _source_of(n, pin), n) for n, pin in asked.pins.items() if _is_from_user(n, pin)]
+    by_user = [((), source_of(n, pin), n) for n, pin in asked.pins.items() if is_from_user(n, pin)]
     if not by_user:
         return Section(f"{which}Pins: none")
     rows: list[Sequence[str]] = []

@@ -15,14 +15,15 @@ Passed: TypeAlias = Sequence[tuple[str, Jaxpr]]
 """Names of passes, and the program that each gave."""
 
 
-def passes_text() -> str:
-    """The passes in their order: what each takes and gives, an example, and where it is."""
+def passes_text(width: int | None = None) -> str:
+    """The passes in their order: what each takes and gives, an example, and where it is; folded to a width."""
     rows = [(p.name, p.of, p.takes, p.gives, p.module) for p in PASSES]
     return report_text(
         (
             Section(f"{len(PASSES)} passes, in their order", ("pass", "of", "takes", "gives", "module"), rows),
             Section("Before --> after", lines=[f"{p.name}: {p.example}" for p in PASSES]),
-        )
+        ),
+        width,
     )
 
 

@@ -5,7 +5,8 @@ It is drawn by matplotlib, an optional dependency. Text and traces do not need i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Generator, Hashable, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_INK, _PALE, _LINE = "#22262c", "#6b7280", "#d6d9de"
+INK, PALE, LINE = "#22262c", "#6b7280", "#d6d9de"
 _FILL, _STEP = "#c9d6e4", "#b5482a"
 _SIZE: Final = 7.0
 """Font size of the small text, points."""
@@ -46,7 +47,17 @@ def draw_picture(chart: Chart, path: str | Path) -> None:
     Raises:
       PipelineError: another ending, or matplotlib is not installed.
     """
-    path = Path(path)
+    with picture_file(Path(path)) as save:
+        save(_figure(chart))
+
+
+@contextmanager
+def picture_file(path: Path) -> Generator[Callable[[Figure], None], None, None]:
+    """A context in which figures are made. Gives a function that writes one to the file.
+
+    Raises:
+      PipelineError: another ending than `.svg` or `.png`, or matplotlib is not installed.
+    """
     if path.suffix.lower() not in _DRAWN:
         raise PipelineError(f"{path}: a picture has to be a .svg or .png file.")
     try:
@@ -56,10 +67,9 @@ def draw_picture(chart: Chart, path: str | Path) -> None:
             f'{path}: pictures need matplotlib, which is not installed: pip install "shardc[report]". '
             "The timeline as text and the trace do not need it."
         ) from None
+    metadata: dict[str, Any] = {"Date": None} if path.suffix.lower() == ".svg" else {}
     with mpl.rc_context(_SETTINGS):
-        figure = _figure(chart)
-        metadata: dict[str, Any] = {"Date": None} if path.suffix.lower() == ".svg" else {}
-        figure.savefig(path, dpi=150, metadata=metadata)
+        yield lambda figure: figure.savefig(path, dpi=150, metadata=metadata)
 
 
 def _figure(chart: Chart) -> Figure:
@@ -81,7 +91,7 @@ def _figure(chart: Chart) -> Figure:
     def axes(bottom: float, size: float) -> Axes:
         made = figure.add_axes((left / width, bottom / height, plot / width, size / height))
         made.set_xlim(0, 1)
-        made.tick_params(length=0, labelsize=_SIZE, colors=_PALE)
+        made.tick_params(length=0, labelsize=_SIZE, colors=PALE)
         for side in made.spines.values():
             side.set_visible(False)
         return made
@@ -124,18 +134,18 @@ def _alike(chart: Chart) -> bool:
 def _draw_head(chart: Chart, figure: Figure, width: float, height: float) -> None:
     from matplotlib.patches import Patch  # noqa: PLC0415
 
-    figure.text(0.15 / width, 1 - 0.12 / height, chart.title, size=10, weight="bold", color=_INK, va="top")
+    figure.text(0.15 / width, 1 - 0.12 / height, chart.title, size=10, weight="bold", color=INK, va="top")
     for i, track in enumerate(chart.tracks):
         y = 1 - (0.36 + 0.17 * i) / height
-        figure.text(0.15 / width, y, chart.headline(track), size=8, color=_PALE, va="top")
+        figure.text(0.15 / width, y, chart.headline(track), size=8, color=PALE, va="top")
     handles = [Patch(color=chart.colours[k], label=text) for k, text in _kinds_drawn(chart).items()]
     if chart.has_chunks:
-        handles.append(Patch(color=_lighter(_PALE, 1), label="lighter: a rank's later stages"))
+        handles.append(Patch(color=_lighter(PALE, 1), label="lighter: a rank's later stages"))
     figure.legend(
         handles=handles, ncols=min(len(handles), _legend_columns(chart, width)), loc="upper left", borderpad=0,
         borderaxespad=0, frameon=False, fontsize=8,
         bbox_to_anchor=(0.15 / width, 1 - (0.38 + 0.17 * len(chart.tracks)) / height),
-        handlelength=1.0, handleheight=1.0, handletextpad=0.4, columnspacing=1.2, labelcolor=_INK,
+        handlelength=1.0, handleheight=1.0, handletextpad=0.4, columnspacing=1.2, labelcolor=INK,
     )  # fmt: skip
 
 
@@ -152,7 +162,7 @@ def _draw_rows(chart: Chart, axes: Axes, plot: float, left: float) -> None:
             middle,
             chart.row_text(row).replace(", ", "\n"),
             size=_BOLD,
-            color=_INK,
+            color=INK,
             va="center",
             weight="bold",
         )
@@ -160,7 +170,7 @@ def _draw_rows(chart: Chart, axes: Axes, plot: float, left: float) -> None:
             y = top + i * _ROW
             axes.axhspan(y + 0.015, y + _ROW - 0.015, color="#f4f5f7", lw=0, zorder=0)
             if runs > 1:
-                axes.text(-0.06 / plot, y + _ROW / 2, track.name, size=_SIZE, color=_PALE, va="center", ha="right")
+                axes.text(-0.06 / plot, y + _ROW / 2, track.name, size=_SIZE, color=PALE, va="center", ha="right")
             _draw_row(_TrackRow(chart, track, row, chart.spans_of_time[i], plot), axes, y)
 
 
@@ -196,7 +206,7 @@ def _draw_row(row: _TrackRow, axes: Axes, y: float) -> None:
         text = names[kind](span.label)
         if text and _width(text) <= length * row.width * _POINTS:
             axes.text(
-                start + length / 2, y + _ROW / 2, text, size=_SIZE, color="white" if _is_dark(colour) else _INK,
+                start + length / 2, y + _ROW / 2, text, size=_SIZE, color="white" if _is_dark(colour) else INK,
                 ha="center", va="center_baseline", clip_on=True,
             )  # fmt: skip
     for colour, xs in bars.items():
@@ -228,17 +238,17 @@ def _draw_channels(chart: Chart, channels: Sequence[int], axes: Axes) -> None:
     """Draw a row for each channel: its registers in use as steps, where the full height is all registers."""
     axes.set_ylim(len(channels), 0)
     axes.set_yticks([i + 0.5 for i in range(len(channels))], [chart.channel_text(c) for c in channels])
-    axes.tick_params(axis="y", labelsize=_SIZE, labelcolor=_INK)
+    axes.tick_params(axis="y", labelsize=_SIZE, labelcolor=INK)
     about = "registers in use" + (": planned filled, measured as a line" if len(chart.tracks) > 1 else ", as planned")
     if len(channels) < len(chart.channels):
         about += f"; {len(chart.channels) - len(channels)} more channels are not drawn"
-    axes.text(0, -0.35, about, size=_SIZE, color=_PALE)
-    axes.text(1.005, -0.35, "peak", size=_SIZE, color=_PALE)
+    axes.text(0, -0.35, about, size=_SIZE, color=PALE)
+    axes.text(1.005, -0.35, "peak", size=_SIZE, color=PALE)
     for row, number in enumerate(channels):
         channel = chart.network.channels[number]
         peaks = [t.timeline.peaks[number] for t in chart.tracks]
         full = max(channel.registers or 0, *peaks, 1)
-        axes.axhline(row + 0.92, color=_LINE, lw=0.5, zorder=1)
+        axes.axhline(row + 0.92, color=LINE, lw=0.5, zorder=1)
         for i, (track, extent) in enumerate(zip(chart.tracks, chart.spans_of_time, strict=True)):
             xs, ys = _steps(track, number, extent, track.timeline.makespan)
             heights = [row + 0.92 - 0.8 * y / full for y in ys]
@@ -246,7 +256,7 @@ def _draw_channels(chart: Chart, channels: Sequence[int], axes: Axes) -> None:
                 axes.fill_between(xs, heights, row + 0.92, step="post", color=_FILL, lw=0, zorder=2)
             else:
                 axes.step(xs, heights, where="post", color=_STEP, lw=0.8, zorder=3)
-        axes.text(1.005, row + 0.55, _use_text(chart, number), size=_SIZE, color=_PALE, va="center")
+        axes.text(1.005, row + 0.55, _use_text(chart, number), size=_SIZE, color=PALE, va="center")
 
 
 def _steps(track: Track, channel: int, extent: float, end: float) -> tuple[list[float], list[int]]:
@@ -276,19 +286,19 @@ def _draw_scale(chart: Chart, axes: Sequence[Axes], plot: float) -> None:
         last = i == len(extents) - 1 or _alike(chart)
         for a in axes if last else ():
             for x in xs:
-                a.axvline(x, color=_LINE, lw=0.5, zorder=0.5)
+                a.axvline(x, color=LINE, lw=0.5, zorder=0.5)
             a.set_xticks(xs, [""] * len(xs))
         name = f"{chart.tracks[i].name}, " if len(chart.tracks) > 1 and not _alike(chart) else ""
         label = f"{name}{unit or 'units of the costs'}"
         if last:
             axes[-1].set_xticks(xs, texts)
-            axes[-1].set_xlabel(label, size=_SIZE, color=_PALE, labelpad=2)
+            axes[-1].set_xlabel(label, size=_SIZE, color=PALE, labelpad=2)
         else:
             other = axes[0].secondary_xaxis("top")
             other.set_xticks(xs, texts)
-            other.tick_params(length=2, labelsize=_SIZE, colors=_PALE, pad=1)
+            other.tick_params(length=2, labelsize=_SIZE, colors=PALE, pad=1)
             other.spines["top"].set_visible(False)
-            other.set_xlabel(label, size=_SIZE, color=_PALE, labelpad=2)
+            other.set_xlabel(label, size=_SIZE, color=PALE, labelpad=2)
 
 
 def _lighter(colour: str, chunk: int) -> str:

@@ -61,7 +61,7 @@ A formula is that of one example call: dimensions that may be split, operands ->
 it are the partial values that splits of summed dimensions leave, and the dimensions along which pieces communicate."""
 
 
-def rules_text() -> str:
+def rules_text(width: int | None = None) -> str:
     """All rules: for each file a table of its primitives, the formula of an example, and the rule in words."""
     files: dict[str, list[tuple[str, str, str]]] = {}
     for fn, names in rules().items():
@@ -71,7 +71,7 @@ def rules_text() -> str:
         row = listed, next(_formulas(names), ""), textwrap.shorten(words, 80, placeholder=" ...")
         files.setdefault(file, []).append(row)
     tables = (Section(file, ("primitive", "formula", "rule"), rows) for file, rows in sorted(files.items()))
-    return report_text([Section(_ABOUT), *tables])
+    return report_text([Section(_ABOUT), *tables], width)
 
 
 def _formulas(names: list[str]) -> Iterator[str]:

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, SingleDeviceSharding
 
 from shardc import compat
 from shardc.arrays.placed import PlacedArray, StackedArray, leaf_aval
 from shardc.errors import ArgumentError, all_offenders, did_you_mean
 from shardc.machine.mesh import AnyMesh
 from shardc.passes.trace.trace import is_array, leaves_by_path, path_text
+from shardc.pipeline.plan import PlanView
+from shardc.plan.borders import Border
+from shardc.plan.saved_plan import SavedLeaf, SavedPlan
 from shardc.report.tables import (
     MOST,
     Section,
@@ -62,7 +66,47 @@ def show(x: Any, device: int | Mapping[str, int] | None = None) -> str:
     if len(leaves) == 1 and not leaves[0][0]:
         _, leaf, parts = leaves[0]
         return _whole(leaf, parts)
-    return _tree(leaves)
+    return str(_tree(leaves))
+
+
+def planned_sections(plan: PlanView, path: str | None = None) -> list[Section]:
+    """The arguments and results of a plan: a table of where each lives.
+
+    Args:
+      plan: of one program or a pipeline.
+      path: asks for the part that each device holds of the arrays of this path; `*` matches any text.
+
+    Raises:
+      ArgumentError: no array has this path.
+    """
+    borders = {"Arguments": plan.in_borders, "Results": [b for b in plan.out_borders if not b.reuses]}
+    arrays = {what: [(b.path or "result", b.aval, [_planned(b)]) for b in found] for what, found in borders.items()}
+    if path is None:
+        tables = {what: _tree(leaves) for what, leaves in arrays.items() if leaves}
+        return [replace(table, title=f"{what}: {table.title}") for what, table in tables.items()]
+    every = [array for leaves in arrays.values() for array in leaves]
+    if not (found := [a for a in every if fnmatchcase(a[0], path)]):
+        names = [a[0] for a in every]
+        listed = ", ".join(names[:MOST]) + ", ..." * (len(names) > MOST)
+        raise ArgumentError(f"{path} is no argument or result.{did_you_mean(path, names)} There are {listed}.")
+    pieces = [(name, _pieces(part)) for name, _, parts in found for part in parts]
+    return [replace(section, title=f"{name}: {section.title}") for name, section in pieces]
+
+
+def saved_sections(saved: SavedPlan) -> list[Section]:
+    """Where the arguments and results of a saved plan live."""
+    return [_saved("Arguments", saved.arguments), _saved("Results", saved.results)]
+
+
+def _saved(what: str, leaves: Mapping[str, SavedLeaf]) -> Section:
+    rows = [((leaf.type, placement_text(leaf.placement)), path or "result", None) for path, leaf in leaves.items()]
+    cells = [(times_text(fold_paths(paths), len(paths)), *map(str, key)) for key, paths, _ in fold_rows(rows)]
+    return Section(f"{what}: {number_text(len(leaves), 'array')}", ("path", "type", "placement"), cells)
+
+
+def _planned(b: Border) -> LocatedArray:
+    mesh = AbstractMesh(tuple(n for _, n in b.mesh.axes), tuple(a for a, _ in b.mesh.axes))
+    return LocatedArray(tuple(b.aval.shape), b.aval.dtype, b.placement, mesh, None)
 
 
 @dataclass(frozen=True)
@@ -169,13 +213,13 @@ def _whole(x: Any, parts: list[LocatedArray] | str) -> str:
     """The text of one array: the part that each device holds."""
     if isinstance(parts, str):
         return f"{_type_text(x)} {parts}"
-    texts = [_pieces(part) for part in parts]
+    texts = [str(_pieces(part)) for part in parts]
     if len(parts) > 1:
         texts = [f"{_type_text(x)} in {number_text(len(parts), 'part')}, on the stages of a pipeline", *texts]
     return "\n\n".join(texts)
 
 
-def _pieces(part: LocatedArray) -> str:
+def _pieces(part: LocatedArray) -> Section:
     placed = isinstance(part.mesh, Mesh)
     padded = any(part.padding(at) for at in part.coordinates())
     columns = (*part.mesh.axis_names, *["devices"] * placed, "holds", *["padding"] * padded)
@@ -197,10 +241,10 @@ def _pieces(part: LocatedArray) -> str:
     if part.placement.partial_axes:
         over = ", ".join(part.placement.partial_axes)
         title += f"\nIt is partial: the value is the {part.placement.partial_op} of what the devices along {over} hold."
-    return str(Section(title, columns, rows))
+    return Section(title, columns, rows)
 
 
-def _tree(leaves: Sequence[tuple[str, Any, list[LocatedArray] | str]]) -> str:
+def _tree(leaves: Sequence[tuple[str, Any, list[LocatedArray] | str]]) -> Section:
     """A table of the arrays of a pytree, alike ones folded; with a column of devices if they differ."""
     placed = [part for _, _, parts in leaves if not isinstance(parts, str) for part in parts]
     devices: dict[AnyMesh, str] = {}
@@ -227,7 +271,7 @@ def _tree(leaves: Sequence[tuple[str, Any, list[LocatedArray] | str]]) -> str:
     cells = [(times_text(fold_paths(paths), len(paths)), *map(str, key)) for key, paths, _ in fold_rows(rows)]
     total = bytes_text(max(held.values()) if several else sum(part.bytes for part in placed))
     of = "on the fullest device" if several else "per device"
-    return str(Section(f"{number_text(len(leaves), 'array')}, {total} {of}", columns, cells))
+    return Section(f"{number_text(len(leaves), 'array')}, {total} {of}", columns, cells)
 
 
 def _on_device(leaves: Sequence[tuple[str, Any, list[LocatedArray] | str]], device: Any) -> str:

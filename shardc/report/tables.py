@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import io
+import os
 import re
+import shutil
+import sys
+import textwrap
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias, TypeVar
@@ -173,34 +177,95 @@ class Section:
     lines: Sequence[str] = ()
     depth: int = 0
 
-    def __str__(self) -> str:
-        table = _table_text(self.columns, self.rows) if self.rows else ""
-        below = [indented(text) for text in (*self.lines, table) if text]
-        text = "\n".join([self.title] * bool(self.title) + below)
+    def text(self, width: int | None = None) -> str:
+        """The section as text, folded to `width` characters; None: as wide as it is."""
+        room = width and width - 2 * bool(self.depth)
+        below = [folded(text, room and room - 2) for text in self.lines]
+        below += [_table_text(self.columns, self.rows, room and room - 2)] if self.rows else []
+        text = "\n".join([folded(self.title, room)] * bool(self.title) + [indented(text) for text in below if text])
         return indented(text) if self.depth else text
 
+    def __str__(self) -> str:
+        return self.text()
 
-def report_text(sections: Iterable[Section | None]) -> str:
-    """The sections that there are as text, one below the other."""
-    return "\n\n".join(str(s) for s in sections if s is not None)
+
+def report_text(sections: Iterable[Section | None], width: int | None = None) -> str:
+    """The sections that there are as text, one below the other, folded to `width` characters if that is given."""
+    return "\n\n".join(s.text(width) for s in sections if s is not None)
+
+
+def terminal_width() -> int | None:
+    """The characters of a line of the terminal that standard output is, or as COLUMNS says; None: neither."""
+    known = os.environ.get("COLUMNS", "").isdecimal() or sys.stdout.isatty()
+    return max(_NARROWEST, shutil.get_terminal_size().columns) if known else None
+
+
+_NARROWEST: Final = 40
+"""Characters of the shortest line that text is folded to."""
+
+
+def folded(text: str, width: int | None) -> str:
+    """The text with each line that is longer than `width` as several, with a hanging indent; None: as it is."""
+    if width is None:
+        return text
+    lines: list[str] = []
+    for line in text.splitlines():
+        indent = " " * (len(line) - len(line.lstrip()))
+        folds = textwrap.wrap(line, width, subsequent_indent=f"{indent}  ", break_on_hyphens=False)
+        lines += folds if len(line) > width else [line]
+    return "\n".join(lines)
 
 
 def indented(text: str) -> str:
     return "\n".join(f"  {line}".rstrip() for line in text.splitlines())
 
 
-def _table_text(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table as plain text, without a limit of width."""
+def _table_text(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int | None) -> str:
+    """A table as plain text, its cells folded so that it fits into a width; in lines if it cannot."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 2, 0, 0))
-    for name in columns:
-        right = name.startswith(">")
-        table.add_column(name.lstrip(">"), justify="right" if right else "left", overflow="fold")
+    widths = _column_widths(columns, rows, width) if width else [None] * len(columns)
+    if widths is None:
+        return _records_text(columns, rows, width or 0)
+    for name, wide in zip(columns, widths, strict=True):
+        side = "right" if name.startswith(">") else "left"
+        table.add_column(name.lstrip(">"), justify=side, overflow="fold", width=wide)
     for row in rows:
         table.add_row(*row)
     out = io.StringIO()
     console = Console(
-        file=out, width=10_000, color_system=None, force_terminal=False, force_jupyter=False, markup=False, emoji=False,
-        highlight=False, legacy_windows=False, safe_box=False, _environ={},
+        file=out, width=width or 10_000, color_system=None, force_terminal=False, force_jupyter=False, markup=False,
+        emoji=False, highlight=False, legacy_windows=False, safe_box=False, _environ={},
     )  # fmt: skip
     console.print(table)
     return out.getvalue()
+
+
+_BETWEEN: Final = 3
+"""Characters between two columns of a table."""
+
+
+def _column_widths(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> list[int] | None:
+    """The width of each column so that a table fits and no word and no number is cut; None: it cannot fit so."""
+    names = [name.lstrip(">") for name in columns]
+    cells = [[row[i] for row in rows] for i in range(len(columns))]
+    whole = [max(len(line) for text in column for line in [*text.splitlines(), ""]) for column in cells]
+    words = [max(len(word) for text in column for word in [*text.split(), ""]) for column in cells]
+    least = [n if name.startswith(">") else word for name, n, word in zip(columns, whole, words, strict=True)]
+    found = [max([n, *map(len, name.split())]) for n, name in zip(least, names, strict=True)]
+    wanted = [max(n, len(name)) for n, name in zip(whole, names, strict=True)]
+    spare = width - _BETWEEN * (len(columns) - 1) - sum(found)
+    if spare < 0:
+        return None
+    for _ in range(min(spare, sum(wanted) - sum(found))):
+        at = min((i for i, n in enumerate(found) if n < wanted[i]), key=lambda i: found[i])
+        found[at] += 1
+    return found
+
+
+def _records_text(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> str:
+    """A table that is too wide, as a line for each row: `path: params/w; type: f32[8]`."""
+    names = [f"{name.lstrip('>')}: " if name.lstrip(">") else "" for name in columns]
+    return "\n".join(
+        folded("; ".join(f"{n}{' '.join(c.split())}" for n, c in zip(names, row, strict=True) if c), width)
+        for row in rows
+    )

@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 
 from shardc.machine.mesh import MeshView
 from shardc.sbp.cost import (
-    COLLECTIVES,
     FEMTO,
     LONGEST,
     STEP_KINDS,
@@ -29,6 +28,7 @@ from shardc.sbp.cost import (
     DeviceGroup,
     StepKind,
     StepPrice,
+    avoided_cost,
     group_of,
     memory_cost,
     rest_cost,
@@ -39,9 +39,6 @@ from shardc.sbp.cost import (
 from shardc.sbp.placement import SBP, AxisSizes, B, P, Placement, ReduceOp, S, block_sizes, local_extent
 
 Shape: TypeAlias = tuple[int, ...]
-AVOIDED: Final[Mapping[StepKind, int]] = {**dict.fromkeys((*COLLECTIVES, "fill"), 10 * FEMTO), "slice": FEMTO // 1000}
-"""Femtoseconds added to a step whose kind the mesh avoids: more than any boxing of a training step takes. A slice sends
-nothing, so its addition is small and it comes before steps that send."""
 EVEN: Final = -1
 """Stands for a size that is a multiple of the number of devices."""
 
@@ -231,6 +228,7 @@ class _Costs:
       together: whether the collective runs as one of its kind (`MeshView.goes_together`).
       kind: number of the kind in STEP_KINDS.
       n, wire, latency: of the collective, as in `DeviceGroup`; 0 for a local step.
+      avoided: femtoseconds that are added to the step because the mesh avoids it.
     """
 
     together: NDArray[np.bool_]
@@ -238,6 +236,7 @@ class _Costs:
     n: NDArray[np.int64]
     wire: NDArray[np.int64]
     latency: NDArray[np.int64]
+    avoided: NDArray[np.int64]
 
     def of(self, groups: NDArray[np.int64], kind: StepKind) -> DeviceGroup:
         """The costs of these groups for steps of one kind, in arrays."""
@@ -253,6 +252,7 @@ def _costs_of(groups: tuple[tuple[StepKind, tuple[str, ...]], ...], mesh: MeshVi
         np.asarray([g.n for _, g in devices], np.int64),
         np.asarray([min(g.wire.get(k, 0), LONGEST) for k, g in devices], np.int64),
         np.asarray([g.latency.get(k, 0) for k, g in devices], np.int64),
+        np.asarray([avoided_cost(*g, mesh) for g in groups], np.int64),
     )  # fmt: skip
 
 
@@ -262,6 +262,7 @@ class _KindSteps(NamedTuple):
     Attributes:
       at: indices of the steps in `_Edges.src` and `_Edges.dst`.
       groups: costs of the device groups.
+      avoided: femtoseconds that are added because the mesh avoids the step.
       reduced: whether the step reduces a partial value.
       idle: whether the placement that the step leads to is partial by max or min.
     """
@@ -269,6 +270,7 @@ class _KindSteps(NamedTuple):
     kind: StepKind
     at: NDArray[np.intp]
     groups: DeviceGroup
+    avoided: NDArray[np.int64]
     reduced: NDArray[np.bool_]
     idle: NDArray[np.bool_]
 
@@ -316,7 +318,8 @@ def _edges(uneven: Shape, mesh: MeshView, ops: tuple[ReduceOp, ...]) -> _Edges:
     for k, kind in enumerate(STEP_KINDS):
         at = np.flatnonzero(costs.kind[group] == k)
         if at.size:
-            kinds.append(_KindSteps(kind, at, costs.of(group[at], kind), reduced[at], steps.idle[dst[at]]))
+            of = group[at]
+            kinds.append(_KindSteps(kind, at, costs.of(of, kind), costs.avoided[of], reduced[at], steps.idle[dst[at]]))
     first = np.searchsorted(src, np.arange(len(steps.placements) + 1))
     return _Edges(steps, (*steps.names, *permutes), name, src, dst, first, tuple(kinds))
 
@@ -338,13 +341,13 @@ class _Graph:
         self.held: NDArray[np.int64] = local.prod(-1) * itemsize
         self.wire, self.rest = np.empty((2, len(edges.src)), np.int64)
         memory = memory_cost(mesh.topology)
-        for kind, at, groups, reduced, idle in edges.kinds:
+        for kind, at, groups, avoided, reduced, idle in edges.kinds:
             i, j = edges.src[at], edges.dst[at]
             before, after = self.held[i], self.held[j]
             smaller = np.minimum(local[i], local[j]).prod(-1) * itemsize if kind == "all_to_all" else after
             piece = sent_pieces(kind, before, after, smaller, reduced)
             self.wire[at] = wire_cost(kind, piece, before + after, groups, memory)
-            self.rest[at] = rest_cost(kind, after, idle, groups, memory) + AVOIDED.get(kind, 0) * (kind in mesh.avoids)
+            self.rest[at] = rest_cost(kind, after, idle, groups, memory) + avoided
 
     def leaving(self, i: int) -> Iterator[tuple[int, int, int, int]]:
         """The steps that leave a placement: number, position of the end, wire, rest."""

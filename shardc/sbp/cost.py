@@ -56,6 +56,9 @@ HIDING: Final = 0.01
 """The part of overlapped time, of permutes or of arithmetic, that still counts. Not measured: without it a ring over a
 value that every device holds anyway would tie with no ring."""
 _FUSED: Final = round(1 / LIGHT)
+_AVOIDED: Final[Mapping[StepKind, int]] = {**dict.fromkeys((*COLLECTIVES, "fill"), 100 * FEMTO), "slice": FEMTO // 1000}
+"""Femtoseconds added to a step that the mesh avoids: more than a call of a training step takes. A slice sends nothing,
+so its addition is small and it comes before steps that send."""
 
 
 # --- groups of axes --------------------------------------------------------------------------------------------------
@@ -285,7 +288,12 @@ def rest_cost(kind: StepKind, after: Any, idle: Any, group: DeviceGroup, memory:
 @lru_cache(maxsize=256)
 def memory_cost(topology: Topology) -> int:
     """Femtoseconds to read or write a byte."""
-    return _per_byte(topology.memory_bandwidth)
+    return _per_byte(topology.memory_rate)
+
+
+def avoided_cost(kind: StepKind, axes: Sequence[str], mesh: MeshView) -> int:
+    """Femtoseconds that the search adds to a step because its mesh avoids such ones; no part of a plan's time."""
+    return _AVOIDED.get(kind, 0) if mesh.avoids and any((kind, a) in mesh.avoids for a in axes) else 0
 
 
 def send_price(kind: CollectiveKind, piece: int, mesh: MeshView, axes: Sequence[str]) -> StepPrice:
@@ -387,10 +395,10 @@ def heavy_seconds(flops: Any, memory: Any, mesh: MeshView, dtype: Any, passes: f
       dtype: of its operands; matrix units are faster in some.
       passes: how often it goes through this memory, at least once.
     """
-    moved = max(passes, 1.0) * memory / mesh.topology.memory_bandwidth
+    moved = max(passes, 1.0) * memory / mesh.topology.memory_rate
     return np.maximum(flops / mesh.topology.flops_in(str(dtype)), moved)
 
 
 def memory_seconds(memory: float, mesh: MeshView) -> float:
     """Time to read and write `memory` bytes."""
-    return memory / mesh.topology.memory_bandwidth
+    return memory / mesh.topology.memory_rate

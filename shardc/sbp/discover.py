@@ -16,6 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from shardc import compat
+from shardc.errors import ArgumentError
 from shardc.sbp.placement import REDUCE_OPS, SBP, B, P, S
 from shardc.sbp.signature import Signature, is_extended
 
@@ -53,6 +55,7 @@ class Discovery:
         return "\n".join(lines)
 
 
+@compat.face
 def discover(
     fn: Callable[..., Any], *args: Any, draws: int = 4, seed: int = 0,
     draw: Callable[[np.random.Generator], Sequence[Any]] | None = None,
@@ -70,6 +73,9 @@ def discover(
       draw: makes the arguments of one draw, for arguments whose elements cannot be reordered (a matrix that must stay
         positive definite). By default the elements of `args` are shuffled, and keys are drawn.
 
+    Raises:
+      ArgumentError: `fn` is no function.
+
     Returns:
       A `Discovery`; printed, it is the `@shardc.signature(...)` to paste.
 
@@ -78,6 +84,8 @@ def discover(
       >>> print(discover(lambda x, w: x @ w, np.ones((4, 6)), np.ones((6, 2))).text)
       a b, b c -> a c
     """
+    if not callable(fn):  # pyright: ignore[reportUnnecessaryComparison]
+        raise ArgumentError(f"shardc.discover wants a function and its arguments, got {fn!r}.")
     rng = np.random.default_rng(seed)
     given = [np.asarray(a) if not is_extended(jnp.asarray(a).dtype) else a for a in args]
     tries = [list(draw(rng)) if draw else [_shuffled(a, rng) for a in given] for _ in range(draws)]

@@ -7,6 +7,7 @@ it partial, `P(op)`: the value is the op-reduction of what the devices along tha
 
 from __future__ import annotations
 
+import html
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -109,8 +110,12 @@ class Placement(Mapping[str, SBP]):
     items_: tuple[tuple[str, SBP], ...]
 
     def __init__(self, sbps: Mapping[str, object] | Sequence[tuple[str, object]] = ()) -> None:
-        pairs = list(sbps.items() if isinstance(sbps, Mapping) else sbps)
-        named = [(axis, as_sbp(sbp)) for axis, sbp in pairs]
+        try:
+            named = [(axis, as_sbp(sbp)) for axis, sbp in (sbps.items() if isinstance(sbps, Mapping) else sbps)]
+        except PlacementError:
+            raise
+        except (TypeError, ValueError) as error:
+            raise PlacementError(f"Placement({sbps!r}): write a dict, as Placement({{'data': S(0)}}).") from error
         splits = [(a, s) for a, s in named if isinstance(s, S)]
         partials = [(a, s) for a, s in named if isinstance(s, P)]
         if len({a for a, _ in named}) != len(named):
@@ -151,6 +156,16 @@ class Placement(Mapping[str, SBP]):
 
     def __repr__(self) -> str:
         return f"Placement.parse({str(self)!r})"
+
+    def _repr_html_(self) -> str:
+        """The text, and what it says of each axis."""
+        words = [
+            f"along {axis} " + (f"dimension {s.dim} is split" if isinstance(s, S) else f"the {s.op} is the value")
+            for axis, s in self.items_
+            if isinstance(s, S | P)
+        ]
+        said = "; ".join(words) or "every device holds all of it"
+        return f"<code>{html.escape(str(self))}</code> {html.escape(said)}"
 
     def __reduce__(self) -> tuple[type[Placement], tuple[tuple[tuple[str, SBP], ...]]]:
         return Placement, (self.items_,)

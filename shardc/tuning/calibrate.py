@@ -102,7 +102,7 @@ def calibrate(mesh: Mesh, *, sizes: Sequence[int] = SIZES, turns: int = 5, width
     machine = Topology(
         f"{known.kind}-measured", rates["bfloat16"], measure_memory(mesh, 4 * max(sizes), watch), known.hbm, launch,
         fabrics, tuple(rates.items()), tuple(mesh.shape[a] for a in reversed(axes)), overlaps=known.overlaps,
-        cached=known.cached, combined=known.combined,
+        cached=known.cached, combined=known.combined, backend=known.backend,
     )  # fmt: skip
     return Calibration(machine, samples, fits)
 

@@ -8,8 +8,8 @@ from shardc.report.tables import Section, percent_text, report_text, seconds_tex
 from shardc.tuning.calibrate import Calibration
 
 
-def calibration_text(found: Calibration) -> str:
-    """The machine's figures, and a table of the fits with their errors."""
+def calibration_text(found: Calibration, width: int | None = None) -> str:
+    """The machine's figures, and a table of the fits with their errors; folded to a width."""
     machine = found.topology
     rows: list[Sequence[str]] = []
     for fit in found.fits:
@@ -25,7 +25,7 @@ def calibration_text(found: Calibration) -> str:
     )
     columns = ("axis", "collective", ">hop", ">rate", ">largest error", ">shortest", ">longest")
     fits = Section("Collectives: seconds = start + hops x hop + bytes sent / rate", columns, rows)
-    return report_text((Section(head), fits))
+    return report_text((Section(head), fits), width)
 
 
 def rate_text(rate: float, unit: str) -> str:

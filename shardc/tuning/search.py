@@ -51,7 +51,8 @@ class TunedStep:
         return sum(whole_seconds(e, mesh) for e in self.seen[0].jaxpr.eqns) / mesh.size
 
     def roles(self, axes: Sequence[str]) -> Roles:
-        return {PIPE: PIPE} | dict(roles_of(axes, *self.seen))
+        named = roles_of(axes, *self.seen)
+        return {PIPE: PIPE} | {a: (role, self.function.forbidden_over(a)) for a, role in named.items()}
 
     def __str__(self) -> str:
         return Arguments(self.function.__wrapped__, ()).where  # pyright: ignore[reportFunctionMemberAccess]

@@ -9,17 +9,19 @@ docs/design/tune.md.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
 import jax
 
+from shardc import compat
 from shardc.api import function
 from shardc.calls.leaves import abstract
 from shardc.errors import (
     ArgumentError,
+    ForbiddenMoveError,
     MeshError,
     PipelineError,
     PlacementError,
@@ -30,6 +32,7 @@ from shardc.errors import (
 from shardc.machine.mesh import AnyMesh, make_mesh, view
 from shardc.passes.trace.trace import Arguments
 from shardc.pipeline.schedule.methods import METHODS
+from shardc.plan.forbid import Forbid
 from shardc.plans import MemoryLimitError
 from shardc.report.tables import devices_text, seconds_text
 from shardc.sbp.placement import AUTO
@@ -45,6 +48,7 @@ NO_PIPELINES: Final = "No pipelines: they need a function with one loop of shard
 SCHEDULES: Final = ("1f1b", "interleaved", "zb-h1")
 
 
+@compat.face
 def tune(  # noqa: PLR0913  # a public face
     fn: Callable[..., Any],
     *args: Any,
@@ -63,6 +67,7 @@ def tune(  # noqa: PLR0913  # a public face
     donate_argnums: int | Sequence[int] = (),
     static_argnames: str | Sequence[str] = (),
     static_argnums: int | Sequence[int] = (),
+    forbid: Forbid = (),
 ) -> Tuning:
     """Choose the mesh for a function of one device: plan it on all meshes, and rank the plans.
 
@@ -83,7 +88,7 @@ def tune(  # noqa: PLR0913  # a public face
       schedules: names of schedules to try, or "auto". The first one is tried first, the others after it has done well.
       microbatches: numbers of microbatches to try; the loop of `accumulate` is the function's own, so `fn` makes it.
       tries: the most candidates that are planned. This is the only limit of the search, so each run gives the same.
-      in_placements, out_placements, donate_argnames, donate_argnums, static_argnames, static_argnums: as for
+      in_placements, out_placements, donate_argnames, donate_argnums, static_argnames, static_argnums, forbid: as for
         `shardc.function`. Placements that are not pinned are chosen for each mesh.
 
     Returns:
@@ -116,7 +121,7 @@ def tune(  # noqa: PLR0913  # a public face
     placed = partial(
         function, mesh=whole, in_placements=in_placements, out_placements=out_placements,
         donate_argnames=donate_argnames, donate_argnums=donate_argnums, static_argnames=static_argnames,
-        static_argnums=static_argnums,
+        static_argnums=static_argnums, forbid=forbid,
     )  # fmt: skip
     args = jax.tree.map(abstract, args)
     made = {None: fn} if microbatches is None else {m: _step_of(fn, m) for m in microbatches}
@@ -154,7 +159,7 @@ def tune(  # noqa: PLR0913  # a public face
 
 
 def _checked_axes(axes: Sequence[str]) -> tuple[str, ...]:
-    axes = (axes,) if isinstance(axes, str) else tuple(axes)
+    axes = tuple(axes) if isinstance(axes, Iterable) and not isinstance(axes, str) else (axes,)  # pyright: ignore[reportUnnecessaryIsInstance]
     if not axes or len(set(axes)) < len(axes) or not all(isinstance(a, str) and a.isidentifier() for a in axes):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ArgumentError(f'tune: axes={axes!r}; write names that differ, as axes=("data", "model").')
     if PIPE in axes:
@@ -165,7 +170,7 @@ def _checked_axes(axes: Sequence[str]) -> tuple[str, ...]:
 def _checked_devices(devices: int | None, topology: str | None) -> int:
     if devices is None and topology is None:
         return len(jax.devices())
-    if devices is not None and (isinstance(devices, bool) or devices < 1):
+    if devices is not None and (type(devices) is not int or devices < 1):
         raise ArgumentError(f"tune: devices={devices!r}; it has to be 1 or more.")
     return devices or slice_of(topology or "", None)[1]
 
@@ -227,6 +232,8 @@ def _planned(choice: MeshChoice, mesh_of: Callable[[Sizes], AnyMesh]) -> Candida
     bare = Candidate(dict(choice.sizes), mesh, choice.pipeline, choice.loop, made, capacity=view(mesh).topology.hbm)
     try:
         plan = made.plan(*step.args)
+    except ForbiddenMoveError as error:
+        return replace(bare, problem=str(error))
     except (ArgumentError, PlacementError, TracingError):
         raise
     except MemoryLimitError as error:  # meshes of more axes may fit; the time of this plan decides their order

@@ -11,6 +11,7 @@ from shardc.errors import MeshError
 from shardc.machine.mesh import AnyMesh
 from shardc.pipeline.options import Pipeline
 from shardc.plans import Plan
+from shardc.report.page.small import sections_html
 from shardc.report.tables import (
     Section,
     bytes_text,
@@ -101,12 +102,15 @@ class Tuning:
             "donate the arguments that the step replaces (donate_argnames), or use more microbatches."
         )
 
-    def explain(self, count: int = 10) -> str:
-        """The `count` best candidates, and those without a plan, as text."""
-        return tuning_text(self, count)
+    def explain(self, count: int = 10, *, width: int | None = None) -> str:
+        """The `count` best candidates, and those without a plan, as text, folded to a width."""
+        return tuning_text(self, count, width)
 
     def __str__(self) -> str:
         return self.explain()
+
+    def _repr_html_(self) -> str | None:
+        return sections_html(_sections(self, 10))
 
     def __repr__(self) -> str:
         count = number_text(len(self.candidates), "candidate")
@@ -114,10 +118,14 @@ class Tuning:
         return f"Tuning({self.name} on {self.where}: {count}{first})"
 
 
-def tuning_text(tuning: Tuning, count: int = 10) -> str:
+def tuning_text(tuning: Tuning, count: int = 10, width: int | None = None) -> str:
     """The text of `Tuning.explain`."""
+    return report_text(_sections(tuning, count), width)
+
+
+def _sections(tuning: Tuning, count: int) -> tuple[Section | None, ...]:
     notes = Section("Notes", lines=tuning.notes) if tuning.notes else None
-    return report_text((_head(tuning), _table(tuning, count), _without_plan(tuning), notes, _use(tuning)))
+    return _head(tuning), _table(tuning, count), _without_plan(tuning), notes, _use(tuning)
 
 
 def _head(tuning: Tuning) -> Section:

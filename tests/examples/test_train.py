@@ -8,7 +8,6 @@ import sys
 
 import pytest
 
-from examples.meter import Meter
 from examples.train import fake_cpu_devices, parse
 
 
@@ -50,25 +49,3 @@ def test_fake_devices_keep_what_the_environment_says(monkeypatch):
 def test_the_runner_does_not_import_jax_before_it_has_set_the_environment():
     code = "import sys, examples.train; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-def test_without_a_terminal_there_is_a_line_every_ten_steps(capsys):
-    with Meter(name="train", steps=25, unit="tokens", per_step=100) as meter:
-        for _ in range(25):
-            meter.step(loss=1.5)
-    lines = capsys.readouterr().out.splitlines()
-    assert [line[:10] for line in lines] == ["step  1/25", "step 10/25", "step 20/25", "step 25/25"]
-    assert all("loss 1.5000" in line for line in lines)
-    assert ["tokens/s" in line for line in lines] == [False, True, True, True]
-
-
-def test_steps_that_were_done_before_are_not_in_the_rate(capsys, monkeypatch):
-    clock = iter(range(100))
-    monkeypatch.setattr("time.perf_counter", lambda: float(next(clock)))
-    with Meter(name="train", steps=12, unit="tokens", per_step=100) as meter:
-        meter.skip(9)
-        for _ in range(3):
-            meter.step(loss=1.5)
-    lines = capsys.readouterr().out.splitlines()
-    assert [line[:10] for line in lines] == ["step 10/12", "step 12/12"]
-    assert ["100 tokens/s" in line for line in lines] == [False, True]

@@ -78,3 +78,12 @@ def test_the_programs_of_a_pipeline(stderr, monkeypatch):
     shardc.function(step, mesh=mesh, pipeline=shardc.Pipeline()).compile({"a": X, "b": X}, X)
     shown = [text for text in lines(stderr) if re.fullmatch(r"shardc: compiling the \d+ programs of step, \d+ s", text)]
     assert bool(shown) == stderr.isatty()
+
+
+def test_a_search_for_a_mesh_traces_first(stderr):
+    def step(w, x):
+        time.sleep(0.2)
+        return jnp.tanh(x @ w).sum()
+
+    shardc.tune(step, X, X, devices=2, axes=("data",), tries=1)
+    assert any(text.startswith("shardc: tracing step (test_at_work.py:") for text in lines(stderr)) == stderr.isatty()

@@ -98,7 +98,7 @@ def test_what_is_no_pipeline_says_so(tmp_path):
         lambda: compiled.timeline(),
         lambda: compiled.trace(tmp_path / "x.json"),
         lambda: compiled.measure(zeros(4)),
-        lambda: plan.draw(tmp_path / "x.svg"),
+        lambda: compiled.draw(tmp_path / "x.svg"),
         lambda: plan.timeline(),
         lambda: plan.trace(tmp_path / "x.json"),
         lambda: plan.simulate(),

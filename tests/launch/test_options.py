@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from shardc.__main__ import main
-from shardc.launch import run as command
+from shardc.launch import run as launch
 from shardc.launch.job import Script
 from shardc.launch.options import RunOptions
 
@@ -31,11 +31,14 @@ def script(tmp_path):
 @pytest.mark.parametrize(
     ("words", "error"),
     [
-        (["--processes", 0], 'argument --processes: "0" is not a whole number of 1 or more, or two, the least'),
-        (["--processes", "5:4"], 'argument --processes: "5:4": the least, 5, is more than the most, 4'),
-        (["--processes", "2:x"], 'argument --processes: "x" is not a whole number of 1 or more, or two'),
-        (["--restarts", -1], "argument --restarts: "),
-        (["--silence", 0], 'argument --silence: "0" is not a time of more than 0 seconds'),
+        (
+            ["--processes", 0],
+            "Invalid value for '--processes': \"0\" is not a whole number of 1 or more, or two, the least",
+        ),
+        (["--processes", "5:4"], "Invalid value for '--processes': \"5:4\": the least, 5, is more than the most, 4"),
+        (["--processes", "2:x"], "Invalid value for '--processes': \"x\" is not a whole number of 1 or more, or two"),
+        (["--restarts", -1], "Invalid value for '--restarts': "),
+        (["--silence", 0], "Invalid value for '--silence': \"0\" is not a time of more than 0 seconds"),
         (
             ["--processes", 3, "--islands", 2],
             "3 processes cannot form 2 islands of one size: 3 / 2 is not a whole number.",
@@ -60,7 +63,7 @@ def test_a_script_that_does_not_exist(capsys):
 
 def test_without_a_script(capsys):
     error = refused(capsys, "--processes", 2)
-    assert error == "the following arguments are required: script (see python -m shardc run --help)"
+    assert error == "Missing argument 'SCRIPT' (see python -m shardc run --help)"
 
 
 @pytest.mark.parametrize("words", [["--processes", "2"], ["--steps", "3", "--processes=2"]])
@@ -84,7 +87,7 @@ def test_ray_that_is_not_installed(capsys, script, monkeypatch):
 
 def test_options_arrive(script, monkeypatch):
     seen = []
-    monkeypatch.setattr(command, "run_on_this_machine", lambda *args: seen.append(args) or 5)
+    monkeypatch.setattr(launch, "run_on_this_machine", lambda *args: seen.append(args) or 5)
     words = ["--processes", "4", "--islands", "2", "--devices", "3", "--restarts", "1", "--silence", "2.5"]
     assert main(["run", *words, str(script), "--processes", "9", "-m"]) == 5
     made = Script(str(script), ("--processes", "9", "-m"), False, 3)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import re
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
@@ -53,7 +52,8 @@ def test_make_mesh_for_a_topology_needs_no_devices() -> None:
 @pytest.mark.parametrize("kind", TOPOLOGIES)
 def test_every_topology_can_be_planned_for(kind: str) -> None:
     assert view(make_mesh(topology=kind, data=8)).topology == TOPOLOGIES[kind]
-    assert parse_topology(f"{kind}:4x2").shape == (4, 2)
+    shape = f"{TOPOLOGIES[kind].fabrics[0].most or 4}x2"
+    assert "x".join(map(str, parse_topology(f"{kind}:{shape}").shape)) == shape
     link = TOPOLOGIES[kind].link
     assert min(link.bandwidth, link.latency, TOPOLOGIES[kind].flops, TOPOLOGIES[kind].memory_bandwidth) > 0
 
@@ -157,8 +157,9 @@ NEEDS = "A mesh needs a positive number of devices for each axis, got"
     ],
 )
 def test_errors_say_what_and_how(make: Callable[[], object], text: str) -> None:
-    with pytest.raises(MeshError, match=f"^{re.escape(text)}$"):
+    with pytest.raises(MeshError) as error:
         make()
+    assert str(error.value) == text
 
 
 AXIS_TYPES = [(AxisType.Auto,) * 2, (AxisType.Explicit,) * 2, (AxisType.Explicit, AxisType.Manual)]

@@ -55,7 +55,7 @@ def test_merged_sizes_put_two_axes_on_either():
         ("h100", 4, "4"),
         ("h100", 512, "8x64"),
         ("h100", 12, "6x2"),
-        ("b200", 144, "72x2"),
+        ("gb200", 144, "72x2"),
     ],
 )
 def test_a_slice_is_compact(topology, devices, shape):

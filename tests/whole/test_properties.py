@@ -10,7 +10,9 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 import shardc
-from shardc import AUTO, B, P, PlacedArray, S
+from shardc import AUTO, B, ForbiddenMoveError, P, PlacedArray, S
+from shardc.ir.collective import Collective
+from shardc.sbp.cost import COLLECTIVES
 from shardc.sbp.placement import REDUCE_OPS
 
 pytestmark = pytest.mark.usefixtures("compiled_fast")
@@ -237,6 +239,41 @@ def test_random_programs(mesh, dtype, data):
         assert list(map(str, again.collectives)) == list(map(str, plan.collectives))
         assert (again.inputs, again.outputs) == (plan.inputs, plan.outputs)
         assert list(map(str, again.boxed.placements.values())) == list(map(str, plan.boxed.placements.values()))
+
+
+@st.composite
+def forbids(draw, mesh):
+    axes = draw(st.lists(st.sampled_from(mesh.axis_names), min_size=1, max_size=2, unique=True))
+    kinds = st.lists(st.sampled_from(COLLECTIVES), min_size=1, max_size=3, unique=True)
+    return draw(st.one_of(st.just(set(axes)), st.just({a: tuple(draw(kinds)) for a in axes})))
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("mesh", ["4x2", "2x2x2"])
+@pytest.mark.parametrize("pinned", [False, True])
+@settings(max_examples=10, deadline=None, derandomize=True, **QUICKLY)
+@given(data=st.data())
+def test_random_programs_without_what_is_forbidden(mesh, pinned, data):
+    """Nothing of it is in the compiled program, or there is an error; and there is none where nothing is pinned."""
+    mesh = MESHES[mesh]
+    program = data.draw(programs(mesh), label="program")
+    forbid = data.draw(forbids(mesh), label="forbid")
+    if not pinned:
+        program.steps = [(text, (lambda x: x) if text.startswith("pin") else fn, i) for text, fn, i in program.steps]
+    values = [np.random.default_rng(k).integers(-3, 4, s).astype(np.int32) for k, s in enumerate(program.inputs)]
+    ins = tuple(data.draw(placements(v.shape, mesh, False)) if pinned else AUTO for v in values)
+    f = shardc.function(lambda *args: program(*args), mesh=mesh, in_placements={"args": ins}, forbid=forbid)
+    try:
+        audit = f.compile(*values).audit()
+    except ForbiddenMoveError:
+        assert pinned
+        return
+    banned = {(kind, axis) for axis in forbid for kind in (forbid[axis] if isinstance(forbid, dict) else COLLECTIVES)}
+    for c in (*audit.planned, *audit.found):
+        over = c.axes if isinstance(c, Collective) else c.crosses
+        assert not c.bytes or banned.isdisjoint((c.kind, axis) for axis in over), (c, forbid)
+    for got, w in zip(f(*values), jax.jit(program)(*values), strict=True):
+        np.testing.assert_array_equal(np.asarray(got), np.asarray(w))
 
 
 def compare(got, want, floats):

@@ -13,6 +13,7 @@ collectives are counted for all iterations, and those beyond the plan are report
 
 from __future__ import annotations
 
+import html
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +23,7 @@ from typing import Final, Generic, TypeAlias, TypeVar
 
 from shardc.ir.collective import Collective
 from shardc.passes.audit.hlo import HloCollective, Tensor, parse_collectives
-from shardc.passes.audit.hlo_groups import axes_of_groups
+from shardc.passes.audit.hlo_groups import axes_of_groups, crossed_axes
 from shardc.passes.audit.hlo_text import itemsize
 from shardc.sbp.cost import COLLECTIVES
 
@@ -34,6 +35,7 @@ class FoundCollective:
     Attributes:
       kind: a planned kind, or an HLO opcode that shardc never emits.
       axes: the mesh axes that the device groups follow; None if they follow none; empty for a permute.
+      crosses: the mesh axes along which devices of a group, or the ends of a permute, differ.
       bytes: sent per device, over all executions in one call; a promoted tensor counts as it is on the wire.
       count: executions in one call; 1 if a loop's trip count is not known.
       value, source, name: dtype and shape, line of user code, HLO instruction.
@@ -46,6 +48,7 @@ class FoundCollective:
     value: str
     source: str
     name: str
+    crosses: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +88,9 @@ class Audit:
             return f"{name}: found within plan ({_summary(self.planned)}; XLA removed {_summary(self.missing)}){added}"
         head = f"{name}: {_summary(self.surprises)} not in the plan of {_summary(self.planned)}{added}"
         return "\n".join([head, *_table(self)])
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
 
     def __repr__(self) -> str:
         """The first line of the text."""
@@ -181,7 +187,9 @@ def _found(op: HloCollective, tensor: Tensor, axes: Mapping[str, int], exact: bo
     padding = 0 if exact else tensor.padding
     count = 1 if op.trips is None else op.trips
     value = f"{tensor.dtype}[{','.join(map(str, tensor.shape))}]"
-    return FoundCollective(op.kind, along, (tensor.bytes - padding) * count, count, value, op.source, op.name), padding
+    crosses = crossed_axes(op.groups, axes) if along is None or op.kind == "permute" else along
+    sent = (tensor.bytes - padding) * count
+    return FoundCollective(op.kind, along, sent, count, value, op.source, op.name, crosses), padding
 
 
 def _rest(lot: _Lot[_Record]) -> _Record:

@@ -90,3 +90,9 @@ def axes_of_groups(groups: Groups, axes: Mapping[str, int]) -> tuple[str, ...] |
     along = ids.transpose([*rest, *spread]).reshape(-1, math.prod(ids.shape[d] for d in spread))
     names = tuple(axes)
     return tuple(names[d] for d in spread) if {frozenset(row) for row in _rows(along)} == wanted else None
+
+
+def crossed_axes(groups: Groups, axes: Mapping[str, int]) -> tuple[str, ...]:
+    """The axes along which members of a group differ, or the two ends of a permute."""
+    at = [np.stack(np.unravel_index(group, tuple(axes.values()))) for group in groups]
+    return tuple(a for d, a in enumerate(axes) if any(len(set(ids[d].tolist())) > 1 for ids in at))

@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import Final, NamedTuple
 
 from shardc.compat import Eqn, Jaxpr, Var
+from shardc.machine.topology import BackendKind
 from shardc.sbp.placement import Placement
 
 
@@ -167,6 +168,6 @@ GPU: Final = Backend(
 """Not measured. Products are library calls, which read memory; loops and reductions fuse."""
 
 
-def backend_of(device: str) -> Backend:
-    """The backend of a kind of device, as in `Topology.kind`."""
-    return CPU if device == "cpu" else TPU if device.startswith("v") else GPU
+def backend_of(kind: BackendKind) -> Backend:
+    """The model of a compiler, as in `Topology.backend`."""
+    return {"cpu": CPU, "gpu": GPU, "tpu": TPU}[kind]

@@ -114,6 +114,28 @@ class PlanCost:
     added: float
 
 
+@dataclass(slots=True)
+class EquationCost:
+    """The cost of one equation in one call, over all its executions. That of one with bodies is in theirs.
+
+    Attributes:
+      time: bytes of light operations are shared out among those of one body by the bytes that each touches: they are
+        fused, so no one of them has a cost of its own. Nothing is subtracted for what overlaps.
+      collectives: as in the plan.
+    """
+
+    time: Time
+    collectives: Sequence[Collective]
+
+
+def equation_costs(boxed: Boxed, mesh: MeshView) -> dict[Eqn, EquationCost]:
+    """The parts of `plan_cost` by equation. Their seconds add up to its time, with what overlaps."""
+    found = _CostWalk(boxed, mesh, {})
+    found.scope(boxed.jaxpr, 1, [True] * len(boxed.jaxpr.outvars))
+    assert found.each is not None
+    return found.each
+
+
 def plan_cost(boxed: Boxed, mesh: MeshView) -> PlanCost:
     """The cost of a boxed program."""
     found = _CostWalk(boxed, mesh)
@@ -193,10 +215,11 @@ class _CostWalk:
       rules: of operations, by equation.
       boxings: by the value's aval, both placements, and the number of values that share a start.
       prices: of operations and of boxings, by what determines them.
+      each: the cost of each equation, if that is asked for.
     """
 
-    def __init__(self, boxed: Boxed, mesh: MeshView) -> None:
-        self.boxed, self.mesh, self.placements = boxed, mesh, boxed.placements
+    def __init__(self, boxed: Boxed, mesh: MeshView, each: dict[Eqn, EquationCost] | None = None) -> None:
+        self.boxed, self.mesh, self.placements, self.each = boxed, mesh, boxed.placements, each
         self.collectives: list[Collective] = []
         self.added = 0.0
         self.held = _LocalBytes(boxed.placements, mesh.sizes)
@@ -215,7 +238,10 @@ class _CostWalk:
             if eqn in plain:
                 self.added += light_seconds(self.touched(eqn), self.mesh) * trips
             else:
+                begin = len(self.collectives)
                 times[eqn] = self.equation(eqn, trips, late)
+                if self.each is not None and eqn.primitive.name not in NESTED:
+                    self.each[eqn] = EquationCost(Time(), self.collectives[begin:])
         together = list(combinations(jaxpr, self.started(others), dict(self.mesh.topology.combined)))
         for s in (s for found in together for s in found[:-1]):
             time = times[s.eqn]
@@ -231,7 +257,22 @@ class _CostWalk:
             overlapped = overlapped_seconds(jaxpr, late, reducing, computing)
         light = plain.union([eqn for eqn in others if self.is_light(eqn)])
         moved = fused_bytes(jaxpr, light, {eqn for eqn in others if _is_same(eqn)}, self.held)
-        return sum(times.values(), Time(memory=memory_seconds(moved, self.mesh), overlapped=overlapped))
+        fused = memory_seconds(moved, self.mesh)
+        if self.each is not None:
+            self.share_out(times, light, fused, trips)
+        return sum(times.values(), Time(memory=fused, overlapped=overlapped))
+
+    def share_out(self, times: Mapping[Eqn, Time], light: Collection[Eqn], fused: float, trips: int) -> None:
+        """Add the seconds of each equation of a scope to its cost; those of light operations together are `fused`."""
+        assert self.each is not None
+        touched = {eqn: self.touched(eqn) for eqn in light}
+        whole = sum(touched.values())
+        for eqn, time in times.items():
+            if eqn.primitive.name not in NESTED:
+                self.each[eqn].time += time * trips
+        for eqn, size in touched.items():
+            found = self.each.setdefault(eqn, EquationCost(Time(), ()))
+            found.time += Time(memory=fused * trips * (size / whole if whole else 0.0))
 
     def touched(self, eqn: Eqn) -> int:
         """Bytes that an operation reads and writes."""
@@ -393,7 +434,11 @@ class _CostWalk:
         if eqn.primitive.name == "while":
             self.per_iteration(begin, length, compat.rounds_of(eqn) is None)
         if eqn.primitive.name == "cond":
-            return max(found, key=lambda t: t.total)
+            dearest = max(range(len(found)), key=lambda k: found[k].total)
+            for e in (e for k, body in enumerate(bodies_of(eqn)) if k != dearest for e in all_eqns(body)):
+                if self.each is not None and e in self.each:
+                    self.each[e].time = Time()
+            return found[dearest]
         return sum(found, Time()) * length
 
     def add(self, moves: Moves, trips: int) -> Time:

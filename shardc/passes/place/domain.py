@@ -22,7 +22,7 @@ from shardc.passes.place.problem import Node, Problem, Reader, Value, digits, fi
 from shardc.passes.place.rings import Rings, offer_rings
 from shardc.passes.place.value_tables import ValueTables
 from shardc.sbp.boxing import BoxingTable
-from shardc.sbp.cost import LIGHT, heavy_seconds
+from shardc.sbp.cost import FEMTO, LIGHT, avoided_cost, heavy_seconds
 from shardc.sbp.piece import internal_steps, sent_cost
 from shardc.sbp.placement import P, Placement, ReduceOp, S, is_even
 from shardc.sbp.signature import Setting
@@ -198,7 +198,7 @@ class Domains(ValueTables):
         for some in held:
             memory += some
         if n.kind != "operation":
-            cost = (0.0 if n.kind == "hold" else CARRIED) * memory / self.mesh.topology.memory_bandwidth
+            cost = (0.0 if n.kind == "hold" else CARRIED) * memory / self.mesh.topology.memory_rate
             if n.eqn is not None and is_transfer(n.eqn):  # its pieces are sent from mesh to mesh as they are
                 cost = cost + n.weight * memory / len(held) / self.mesh.topology.link.bandwidth
             return cost
@@ -209,11 +209,11 @@ class Domains(ValueTables):
                     flops = flops / (size / -(-size // splits[factor]))
             cost = heavy_seconds(flops, memory, self.mesh, work_dtype(n.equation), n.rule.passes)
         else:
-            cost = LIGHT * (memory / self.mesh.topology.memory_bandwidth)
+            cost = LIGHT * (memory / self.mesh.topology.memory_rate)
             for port, share in () if self.mesh.topology.cached else n.traffic:
                 table, row = tables[port], rows[port]
                 if table is not None and row is not None:
-                    cost = cost + share * table.local_bytes[row] / self.mesh.topology.memory_bandwidth
+                    cost = cost + share * table.local_bytes[row] / self.mesh.topology.memory_rate
         if n.rule is not None and n.rule.crossing:
             cost = cost + self._inside(n, options, orders, tables, rows)
         return n.weight * cost
@@ -233,7 +233,9 @@ class Domains(ValueTables):
                 for k, (t, r) in enumerate(zip(tables, rows, strict=True))
             )
             sent = internal_steps(n.rule, Setting(op, ports[:count], ports[count:], self.view.sizes))
-            cost[i] = sum(sent_cost(s, self.view).seconds * len(list(same)) for s, same in itertools.groupby(sent))
+            for s, same in itertools.groupby(sent):
+                seconds = sent_cost(s, self.view).seconds + avoided_cost(s.kind, s.axes, self.view) / FEMTO
+                cost[i] += seconds * len(list(same))
         return cost
 
     def literal(self, n: Node, port: int, options: NDArray[np.int64], number: int) -> Placement:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from shardc.ir.walk import operation_of, work_dtype
 from shardc.passes.place.problem import Node, Value, digits, first_of_alike
 from shardc.passes.place.value_tables import ValueTables
-from shardc.sbp.cost import heavy_seconds
+from shardc.sbp.cost import avoided_cost, heavy_seconds
 from shardc.sbp.placement import S
 from shardc.sbp.ring import Ring, ring_price, ring_signatures
 from shardc.sbp.signature import Signature
@@ -48,7 +48,10 @@ def offer_rings(domains: ValueTables, n: Node) -> Rings | None:
         return None
     values = [v for v in (*n.operands, *n.results) if v is not None]
     rings = ring_signatures(n.rule, operation_of(n.equation))
-    axes = [k for k, size in enumerate(domains.sizes) if 1 < size <= MOST_DEVICES]
+    axes = [
+        k for k, axis in enumerate(domains.axes)
+        if 1 < domains.sizes[k] <= MOST_DEVICES and not avoided_cost("permute", (axis,), domains.view)
+    ]  # fmt: skip
     if len(values) < 3 or not rings or not axes or not _is_heavy(domains, n):
         return None
     offer = _Offer(domains, n, values, (*n.options, *rings))

@@ -260,7 +260,11 @@ class _Reader:
             self.names.update(zip(e.outvars, fresh, strict=True))
             self.variables.update({new: slices.recomputed.get(old) for new, old in zip(fresh, e.outvars, strict=True)})
             self.eqns.append(copy.replace(outvars=fresh))
-        self.names[row] = self.names[slices.row_of[stack]]
+        made = slices.row_of[stack]
+        assert not compat.is_literal(made)
+        if made in slices.rows:  # another stack of the same rows is kept
+            self.read(made, slices)
+        self.names[row] = self.names[made]
 
     def read(self, v: Var, slices: Slices) -> None:
         """Makes an input of the loop that made the residual an input of this one."""

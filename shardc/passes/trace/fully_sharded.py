@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from shardc import compat
 from shardc.errors import ArgumentError
 from shardc.sbp.placement import Placement, S
 
@@ -53,6 +54,22 @@ class FullySharded:
     __repr__ = __str__
 
 
+def axis_names(who: str, axis: Any) -> tuple[str, ...]:
+    """The axes that `shardc.fsdp` and the like are given: one, or several.
+
+    Raises:
+      ArgumentError: they are no names.
+    """
+    axes = (axis,) if isinstance(axis, str) else tuple(axis) if isinstance(axis, Iterable) else (axis,)
+    if not all(isinstance(a, str) for a in axes):
+        raise ArgumentError(
+            f'shardc.{who}: axis={axis!r}; write the name of an axis of the mesh, as shardc.{who}("data"), or several, '
+            'as ("replica", "data").'
+        )
+    return axes
+
+
+@compat.face
 def fsdp(
     axis: str | Sequence[str], *, min_size: int = MIN_SIZE, only_if_divides: bool = True, beside: Any = None
 ) -> FullySharded:
@@ -72,13 +89,13 @@ def fsdp(
         leaves open is whole.
 
     Raises:
-      ArgumentError: `min_size` is negative, or no axis is named.
+      ArgumentError: `min_size` is negative, or no axis is named, or with something else than text.
 
     Examples:
       >>> fsdp("data", beside={"model": S(-1)})
       fsdp('data', beside={'model': S(-1)})
     """
-    axes = (axis,) if isinstance(axis, str) else tuple(axis)
+    axes = axis_names("fsdp", axis)
     if not axes or min_size < 0:
         what = f"min_size={min_size} is negative" if axes else "no axis is named"
         raise ArgumentError(f'shardc.fsdp: {what}; write shardc.fsdp("data"), or a min_size of 0 to split all.')

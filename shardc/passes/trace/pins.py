@@ -41,6 +41,7 @@ class Rules:
         return "rules({" + ", ".join(f"{p!r}: {leaf_text(s)}" for p, s in self.patterns) + f"}}{optional})"
 
 
+@compat.face
 def rules(patterns: Mapping[str, Any], *, optional: str | Collection[str] = ()) -> Rules:
     """Placements by pattern over the paths of an argument's leaves.
 
@@ -52,12 +53,17 @@ def rules(patterns: Mapping[str, Any], *, optional: str | Collection[str] = ()) 
       optional: a pattern, or several, that may match no leaf: for the rules of a family of models.
 
     Raises:
-      PlacementError: `optional` names what is none of the patterns.
+      PlacementError: `optional` names what is none of the patterns; `patterns` is no dict.
 
     Examples:
       >>> str(rules({"*/up/kernel": {"model": S(1)}, "*": {}}))
       "rules({'*/up/kernel': {model: S(1)}, '*': {}})"
     """
+    if not isinstance(patterns, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise PlacementError(
+            f"shardc.rules wants a dict from pattern to placement, got {patterns!r}; write "
+            'shardc.rules({"*/kernel": {"model": S(1)}}).'
+        )
     names = (optional,) if isinstance(optional, str) else tuple(optional)
     if wrong := [f"{n!r} is none of the patterns.{did_you_mean(n, patterns)}" for n in names if n not in patterns]:
         raise PlacementError(all_offenders("shardc.rules, optional", wrong))
@@ -121,7 +127,7 @@ class Leaf:
     in_list: str = ""
 
     def __str__(self) -> str:
-        return f"{self.path} {compat.short_text(self.shape, self.dtype)}"
+        return f"{self.path} {compat.short_text(self.shape, self.dtype)}".lstrip()
 
 
 @dataclass
@@ -339,6 +345,10 @@ def _from_whole(spec: Any, mesh: MeshView) -> Placement:
         return spec
     if not isinstance(spec, tuple):
         raise PlacementError(f"{code_text(spec)} is no placement; {_as_dict(mesh)}.")
+    if any(isinstance(s, Placement) for s in spec):
+        names: Sequence[str] = getattr(spec, "names", ())  # of plan.in_placements
+        one = f", as .{names[0]}" if names else ""
+        raise PlacementError(f"these are placements of {_number(len(spec), 'value')}; give that of this one{one}.")
     if len(spec) != len(mesh.axes):
         fitting = (*spec, *[B] * len(mesh.axes))[: len(mesh.axes)]
         raise PlacementError(

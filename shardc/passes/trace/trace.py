@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -75,6 +75,15 @@ class Call:
     def paths(self) -> list[str]:
         return ["/".join(filter(None, pair)) for pair in zip(self.names, self.inner, strict=True)]
 
+    def refuse_shapes(self, where: str) -> None:
+        """Raises ArgumentError if leaves are shapes, which can be planned for and not called with."""
+        wrong = [p for p, x in zip(self.paths, self.leaves, strict=True) if isinstance(x, jax.ShapeDtypeStruct)]
+        if wrong:
+            head = f"{where}: .plan(...) and .compile(...) take shapes, a call arrays"
+            raise ArgumentError(
+                all_offenders(head, [f"{path} is a jax.ShapeDtypeStruct, which has no values." for path in wrong])
+            )
+
     @property
     def constants(self) -> dict[str, Any]:
         """Keys of the static arguments and of the leaves that are no arrays, by path."""
@@ -131,7 +140,13 @@ class Arguments:
     def __init__(self, fn: Callable[..., Any], static: Sequence[str]) -> None:
         self.fn = fn
         self.name = _name_of(fn)
-        self.signature = inspect.signature(fn)
+        try:
+            self.signature = inspect.signature(fn)
+        except ValueError:
+            raise ArgumentError(
+                f"{self.name}: Python knows no names of its arguments; write a function around it, as lambda x: "
+                f"{self.name}(x)."
+            ) from None
         self.static = frozenset(static)
         self.names = tuple(self.signature.parameters)
         kinds = inspect.Parameter
@@ -179,6 +194,9 @@ class Arguments:
             # a default that is not passed is fixed with the function, as what it closes over
             if not is_array(x) and (name in given or not has_hash(x)) and (line := why_no_constant(name, inner, x)):
                 wrong.append(line)
+            elif isinstance(x, np.ndarray | np.generic) and x.dtype.kind in "OSUMm":
+                path = "/".join(filter(None, (name, inner)))
+                wrong.append(f"{path}: JAX has no arrays of {x.dtype}; pass numbers.")
         if wrong:
             raise ArgumentError(all_offenders(f"{self.where}: invalid arguments", wrong))
         return call
@@ -308,6 +326,30 @@ def _boundary_in(jaxpr: compat.Jaxpr) -> str:
     return next(map(compat.source_line, cuts), "")
 
 
+def _notes(error: Exception, call: Call) -> Iterator[str]:
+    """Lines below an error of JAX, or of the function, for mistakes that shardc can name."""
+    if isinstance(error, NameError) and "axis name" in str(error):
+        yield (
+            "shardc: the function is written for one device, and sees whole arrays: leave psum, pmean and axis_index "
+            "out, as in x.mean(). The collectives follow from the placements."
+        )
+    for name, listed in _lists_of_numbers(call).items():
+        yield (
+            f"shardc: {name} is a {listed}, and each of its numbers an argument of its own; for an array write "
+            f"np.asarray({name}), for a shape jax.ShapeDtypeStruct({name}, np.float32)."
+        )
+
+
+def _lists_of_numbers(call: Call) -> dict[str, str]:
+    """The arguments that are lists or tuples of Python's numbers alone, with their types."""
+    given = jax.tree.unflatten(call.tree, call.leaves)
+    return {
+        n: type(x).__name__
+        for n, x in given.items()
+        if isinstance(x, list | tuple) and x and all(map(is_number, jax.tree.leaves(x)))
+    }
+
+
 def trace(
     arguments: Arguments, call: Call, marks: bool = False, replicate: Collection[str] = (), scans: Chunks = ()
 ) -> Program:
@@ -344,7 +386,12 @@ def trace(
     names = _names_for_jax(call)
     compat.traced_as(flat, arguments.fn, [names[i] for i in dynamic])
     with compat.scans_made_by(ScanMaker(scans)):
-        closed = _with_mesh_in_context(jax.make_jaxpr(flat), avals)
+        try:
+            closed = _with_mesh_in_context(jax.make_jaxpr(flat), avals)
+        except Exception as error:
+            for note in _notes(error, call):
+                error.add_note(note)
+            raise
     with without_mesh():
         jaxpr, captured = canonicalize(closed, marks, replicate)
     ordered = [e for e in all_eqns(jaxpr) if e.primitive.name not in NESTED and _is_ordered(e, marks)]

@@ -106,7 +106,10 @@ def test_another_host_is_interrupted_while_host_0_does_not_come(tmp_path):
         (["--hosts", "a,a"], '--hosts a,a: "a" is no name of a host, or stands there twice; --processes sets how many'),
         (["--hosts", "a,-oProxyCommand=x"], '--hosts a,-oProxyCommand=x: "-oProxyCommand=x" is no name of a host'),
         (["--hosts", "a,b", "--ray"], "--hosts and --ray exclude each other."),
-        (["--hosts", 2, "--host", 0, "--at", "a"], 'argument --at: "a" is not an address with a port, such as a:4711'),
+        (
+            ["--hosts", 2, "--host", 0, "--at", "a"],
+            "Invalid value for '--at': \"a\" is not an address with a port, such as a:4711",
+        ),
     ],
 )
 def test_options_that_do_not_fit(capsys, tmp_path, words, error):

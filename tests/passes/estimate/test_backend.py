@@ -27,4 +27,4 @@ def test_kinds():
     assert kind_of(eqn) is FusionKind.COSTLY
     (eqn,) = jax.make_jaxpr(jax.lax.cumsum)(jnp.ones(3)).jaxpr.eqns
     assert kind_of(eqn) is FusionKind.MADE
-    assert backend_of("cpu") is CPU and backend_of("v5p") is TPU and not backend_of("h200").tiles
+    assert backend_of("cpu") is CPU and backend_of("tpu") is TPU and not backend_of("gpu").tiles

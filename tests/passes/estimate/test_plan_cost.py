@@ -17,7 +17,7 @@ import shardc.machine.topology
 from examples.zoo import MODELS
 from shardc import AUTO, B, P, Placement, S
 from shardc.ir.walk import itemsize_of
-from shardc.passes.estimate.plan_cost import Time
+from shardc.passes.estimate.plan_cost import Time, equation_costs
 from shardc.passes.estimate.traffic import fused_bytes
 from shardc.plan.borders import problem_of
 from shardc.plans import Plan
@@ -163,3 +163,12 @@ def test_an_update_is_split_where_that_sends_no_more(kind, sent):
     plan = ours.plan(X, X, x)
     assert {c.kind for c in plan.collectives} == sent
     assert plan.bytes_per_device == 2 * 7 * ONE // 8
+
+
+def test_the_costs_of_equations_add_up_to_that_of_the_program() -> None:
+    plan = planned()
+    each = equation_costs(plan.boxed, plan.mesh)
+    found = sum((cost.time for cost in each.values()), Time())
+    for kind in ("compute", "memory", *COLLECTIVES):
+        assert getattr(found, kind) == pytest.approx(getattr(plan.time, kind))
+    assert [c for cost in each.values() for c in cost.collectives] == list(plan.collectives)

@@ -46,7 +46,7 @@ def test_against_trying_everything():
     for seed in range(250):
         rng = random.Random(seed)
         problem, mesh, steps = random_problem(rng)
-        placer, backend = Placer(problem, mesh), backend_of(mesh.topology.kind)
+        placer, backend = Placer(problem, mesh), backend_of(mesh.topology.backend)
         unlimited = LimitSearch(placer, {}, backend, 1e18)
         everything = every_plan(problem, unlimited)
         if everything is None:
@@ -244,7 +244,7 @@ def test_copies_are_parted(tmp_path):
         points = points_without_boxings(boxed.jaxpr)
         assert points.size == live_ranges(boxed.jaxpr).points
         assert points[-1] + 1 == live_ranges(problem.scope.jaxpr).points
-        taken = profile_memory(boxed.jaxpr, boxed.placements, {"data": 8}, backend=backend_of("v5p")).bytes
+        taken = profile_memory(boxed.jaxpr, boxed.placements, {"data": 8}, backend=backend_of("tpu")).bytes
         between.append(taken[points == 4].min())
     assert between[0] - between[1] >= x.size * 4
     parted = replace(plan, boxed=apart, outputs=tuple(apart.placements[v] for v in apart.jaxpr.outvars))

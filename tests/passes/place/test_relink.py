@@ -20,7 +20,7 @@ def drawn(seed):
     rng = random.Random(seed)
     problem, mesh, _ = random_problem(rng)
     placer = Placer(problem, mesh)
-    memory = MemoryModel(problem, placer.tables, {}, backend_of(mesh.topology.kind))
+    memory = MemoryModel(problem, placer.tables, {}, backend_of(mesh.topology.backend))
     near = np.random.default_rng(seed)
     one = placer.tables.best().values
     other = [near.integers(len(u)) if near.random() < 0.4 else c for c, u in zip(one, placer.tables.unary, strict=True)]

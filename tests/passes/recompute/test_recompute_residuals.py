@@ -145,6 +145,21 @@ def test_what_is_carried_is_not_there_again():
     assert both.carries(second.stack) == {both.row_of[first.stack]}
 
 
+def test_rows_that_another_stack_keeps_are_read_there():
+    def fn(x):
+        h, (ys, zs) = lax.scan(lambda h, _: (jnp.sin(h), (y := jnp.cos(h), y)), x, None, length=LAYERS)
+        return lax.scan(lambda c, r: (c + r[0] * r[1], None), h, (ys, zs))[0]
+
+    args = (np.linspace(0, 1, WIDTH),)
+    with jax.enable_x64(True):
+        jaxpr = canonical(fn, *args)
+        stacks = [r.stack for r in find_residuals(jaxpr)]
+        (row,) = {Slices(r.maker, ()).row_of[r.stack] for r in find_residuals(jaxpr)}
+        for some, instead in ((stacks[:1], ()), (stacks, (row,))):
+            other, again = recompute_residuals(jaxpr, some, instead)
+            same_program(jaxpr, other, again, RecomputeChoice(tuple(some), tuple(instead)), args)
+
+
 def test_what_others_read_is_no_residual():
     def fn(x):
         h, (ys, zs, us) = lax.scan(lambda h, _: (jnp.sin(h), (h * 2, h * 3, h * 4)), x, None, length=LAYERS)

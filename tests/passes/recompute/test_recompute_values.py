@@ -143,7 +143,7 @@ def test_not_where_xla_merges_both():
     plan = function(step, None, topology="cpu").plan(*state, batch)
     assert plan.mesh.topology.kind == "cpu"
     assert not RecomputeOptions(plan.boxed, plan.profile(), plan.mesh, backend_of("cpu")).peaks
-    assert RecomputeOptions(plan.boxed, plan.profile(), plan.mesh, backend_of("v5p")).peaks
+    assert RecomputeOptions(plan.boxed, plan.profile(), plan.mesh, backend_of("tpu")).peaks
 
 
 def test_a_higher_price_frees_more():
@@ -151,7 +151,7 @@ def test_a_higher_price_frees_more():
     init, step, batch = step_of(layers=3)
     state = jax.eval_shape(init, jax.random.key(0))
     plan = function(step, "95GB").plan(*state, batch)
-    options = RecomputeOptions(plan.boxed, plan.profile(), plan.mesh, backend_of("v5p"))
+    options = RecomputeOptions(plan.boxed, plan.profile(), plan.mesh, backend_of("tpu"))
     (at_peak,) = options.peaks
     assert at_peak.bytes <= plan.memory.peak
     freed = [at_peak.choose(options.typical * p)[1] for p in (1e-9, 1e-6, 1e-3, 1e-1, 1.0, 1e1, 1e3)]
@@ -175,7 +175,7 @@ def test_a_choice_takes_what_it_was_said_to_take(microbatches):
     state = jax.eval_shape(init, jax.random.key(0))
     free = function(step, "95GB").plan(*state, batch)
     placing = Placing.of(free.request)
-    options = RecomputeOptions(placing.plan.boxed, placing.plan.profile(), free.mesh, backend_of("v5p"))
+    options = RecomputeOptions(placing.plan.boxed, placing.plan.profile(), free.mesh, backend_of("tpu"))
     choice, _ = options.choose(options.worth)
     (at_peak,) = options.peaks
     assert set(choice.values.values()) == {at_peak.since}

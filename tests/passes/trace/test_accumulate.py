@@ -108,7 +108,7 @@ WHOLE = "it has to be a whole number of 1 or more."
         (lambda: accumulate(jnp.argmax, microbatches=2)(np.arange(4.0)), 'the result, i64.., is no float.*"sum", "sta'),
         (lambda: accumulate(lambda x: {"n": x}, microbatches=2)(np.arange(4)), "result n, i64.2., is no float"),
         *(
-            (lambda m=m: accumulate(loss, microbatches=m), f"^accumulate: microbatches={m!r}; {WHOLE}$")
+            (lambda m=m: accumulate(loss, microbatches=m), f"^accumulate: microbatches={m!r}; {WHOLE}")
             for m in (0, -1, 2.0, "4", None, True)
         ),
         (lambda: accumulate(loss, microbatches=2, reduce="max")(*data()), "reduce='max'; it is one of mean, sum"),

@@ -1,0 +1,265 @@
+"""What a command looks at: the first call of a function in a script, or a saved plan.
+
+The script runs as `__main__` up to the call. There the command does its work, in the script's own contexts, and the
+script ends.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any, Final, Generic, TypeVar
+
+import click
+import jax
+
+from shardc.api import Function
+from shardc.calls.watch import WATCHERS, Watcher
+from shardc.commands import values
+from shardc.errors import ArgumentError, MeshError, ShardcError, did_you_mean
+from shardc.flows import Flow
+from shardc.launch.child import run_script
+from shardc.launch.job import Script
+from shardc.machine.mesh import make_mesh, view
+from shardc.plan.saved_plan import SavedPlan, load_plan
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a command looks at, as it stands on the command line.
+
+    Attributes:
+      text: a script, `train.py`, with a function, `train.py:step`, or the file of a saved plan.
+      module: the script is the name of a module.
+      arguments: of the script.
+      devices: fake CPU devices that the script gets; None: those that JAX finds.
+      axes, topology: of the mesh to plan for; None: as the function has it.
+    """
+
+    text: str
+    module: bool = False
+    arguments: Sequence[str] = ()
+    devices: int | None = None
+    axes: Mapping[str, Any] | None = None
+    topology: str | None = None
+
+    @property
+    def saved(self) -> SavedPlan | None:
+        """The plan, if this is the file of one."""
+        return load_plan(self.text) if self._is_saved else None
+
+    @property
+    def _is_saved(self) -> bool:
+        return not self.module and self.text.endswith(".json")
+
+    def at_first_call(self, use: Callable[[FirstCall], T]) -> T:
+        """Run the script up to the first call of its function, and give what `use` makes of that call.
+
+        Raises:
+          ArgumentError: there is no such script, or it ends without such a call.
+          Exit: the script fails; its traceback is printed.
+          ShardcError: of `use`.
+        """
+        if self._is_saved:
+            Script(self.text).refuse_missing()
+            raise ArgumentError(
+                f"{self.text} is a saved plan: it says where values live, and this needs the program too; give the "
+                "script, as train.py:step."
+            )
+        script, colon, name = self.text.rpartition(":")
+        if not colon or not all(part.isidentifier() for part in name.split(".")):
+            script, name = self.text, ""
+        program = Script(script, tuple(self.arguments), self.module, self.devices)
+        program.refuse_missing()
+        if self.devices is not None:
+            os.environ.update(program.environment())
+            jax.config.update("jax_platforms", "cpu")  # JAX has read the environment already
+        waiting = _Waiting(self, script, name, use)
+        with _as_python_has_it(waiting):
+            try:
+                run_script(program.command())
+            except SystemExit as end:  # that of `called` too
+                if end.code and not waiting.found:
+                    raise
+            except Exception as error:  # noqa: BLE001 - printed as Python prints it
+                if not waiting.found:
+                    self._print(error)
+                    raise click.exceptions.Exit(1) from None
+        return waiting.result()
+
+    def _print(self, error: Exception) -> None:
+        """The traceback of a script's error, as Python prints it."""
+        where = error.__traceback__
+        while where is not None and where.tb_frame.f_globals.get("__name__") in _RUNNERS:
+            where = where.tb_next
+        traceback.print_exception(error.with_traceback(where))
+        if isinstance(error, MeshError) and self.devices is None:
+            click.echo("\nTo look at the plan, fake CPU devices do: --devices N.", err=True)
+
+
+_RUNNERS: Final = (__name__, "shardc.launch.child", "runpy")
+"""Modules whose frames lead to a script."""
+
+
+@contextmanager
+def _as_python_has_it(watcher: Watcher) -> Generator[None]:
+    """A watcher at work; what a script prints goes to standard error, and `sys` is afterwards as it was."""
+    argv, path = sys.argv, [*sys.path]
+    WATCHERS.append(watcher)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        WATCHERS.remove(watcher)
+        sys.argv, sys.path[:] = argv, path
+
+
+@dataclass(frozen=True)
+class FirstCall:
+    """The call that was waited for: the function or flow, its `Call` or its state and item, and where it was found."""
+
+    function: Any
+    call: tuple[Any, ...]
+    source: Source
+
+    def plan(self) -> Any:
+        """The plan of the call; on the mesh that the command line names, if it names one."""
+        axes, topology = self.source.axes, self.source.topology
+        if axes is None and topology is None:
+            return self.function.plan_of(*self.call)
+        function = self.of_one_function("another mesh")
+        machine = topology or view(function.mesh).topology.kind
+        return function.plan_elsewhere(self.call[0], make_mesh(topology=machine, **(axes or dict(function.mesh.shape))))
+
+    def of_one_function(self, what: str) -> Function:
+        """The function that is called.
+
+        Raises:
+          ArgumentError: it is a flow, of which there is no `what`.
+        """
+        if isinstance(self.function, Flow):
+            raise ArgumentError(
+                f"{self.function.where} is a flow, of several functions; {what} is for one: name it, as "
+                f"{self.source.text.partition(':')[0]}:step."
+            )
+        return self.function
+
+
+class _Waiting(Generic[T]):
+    """Waits for the first call of a function, and ends the script there.
+
+    Args:
+      source: what stands on the command line.
+      script, name: the script, and the name of the function; empty: any.
+      use: what is done with the call.
+    """
+
+    def __init__(self, source: Source, script: str, name: str, use: Callable[[FirstCall], T]) -> None:
+        self._source, self._script, self._name, self._use = source, script, name, use
+        self._made, self._called = dict[str, None](), dict[str, None]()
+        self._given: list[T] = []
+        self._error: ShardcError | None = None
+        self._at_work = False
+
+    @property
+    def found(self) -> bool:
+        return bool(self._given or self._error)
+
+    def made(self, function: Any) -> None:
+        if not self._at_work:
+            self._made[_name_of(function)] = None
+
+    def called(self, function: Any, *call: Any) -> None:
+        name = _name_of(function)
+        if self._at_work:
+            return
+        self._called[name] = None
+        if self._name and not f".{name}".endswith(f".{self._name}"):
+            return
+        if not self.found:
+            self._at_work = True
+            try:
+                self._given.append(self._use(FirstCall(function, call, self._source)))
+            except ShardcError as error:  # not for the script, which might go on
+                self._error = error
+            finally:
+                self._at_work = False
+        raise SystemExit(0)  # silent in a thread too
+
+    def result(self) -> T:
+        """What was made of the call.
+
+        Raises:
+          ArgumentError: there was no such call.
+        """
+        if self._error is not None:
+            raise self._error
+        if self._given:
+            return self._given[0]
+        if not self._made:
+            raise ArgumentError(f"{self._script} ends, and has made no function of shardc.")
+        near = did_you_mean(self._name, self._called)
+        raise ArgumentError(
+            f"{self._script} ends without a call of {self._name or 'a function of shardc'}.{near} It has made "
+            f"{', '.join(self._made)}, and called {', '.join(self._called) or 'none of them'}."
+        )
+
+
+def _name_of(function: Any) -> str:
+    """`step`, or `Trainer.step`."""
+    return getattr(function, "__qualname__", type(function).__name__).rpartition("<locals>.")[2]
+
+
+# -- on a command line
+
+
+class ScriptCommand(click.Command):
+    """A command on a script; what stands after `--` is for the script."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        at = args.index("--") if "--" in args else len(args)
+        ctx.meta[_ARGUMENTS] = args[at + 1 :]
+        try:
+            return super().parse_args(ctx, args[:at])
+        except click.NoSuchOption as error:
+            raise click.UsageError(f"{error.format_message()} Options of the script stand after --", ctx) from error
+
+    def collect_usage_pieces(self, ctx: click.Context) -> list[str]:
+        return [*super().collect_usage_pieces(ctx), "[-- ARGUMENTS]"]
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        formatter.write_paragraph()
+        formatter.write_text(f"ARGUMENTS are for the script: {ctx.command_path} train.py:step -- --steps 100")
+
+
+_ARGUMENTS: Final = "shardc: arguments of the script"
+
+
+def script_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command the options of all that look at a script; it takes a `Source` in place of them."""
+
+    @click.argument("script", metavar="SCRIPT[:FUNCTION]")
+    @click.option("-m", "module", is_flag=True, help="The script is the name of a module.")
+    @click.option("--devices", type=values.positive, metavar="N", help="Give the script N fake CPU devices.")
+    @click.option("--topology", metavar="NAME", help="Plan for another machine, without devices: v5p:8x8x8.")
+    @wraps(command)
+    def with_source(
+        script: str, module: bool, devices: int | None, topology: str | None, axes: Any = None, **others: Any
+    ) -> Any:
+        arguments = click.get_current_context().meta[_ARGUMENTS]
+        return command(Source(script, module, arguments, devices, axes, topology), **others)
+
+    return with_source
+
+
+mesh_option: Final = click.option(
+    "--mesh", "axes", type=values.mesh, metavar="AXES", help="Plan for another mesh: data=64,model=8."
+)
+"""Of commands on a script that do not choose the mesh themselves."""

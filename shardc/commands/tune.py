@@ -1,0 +1,58 @@
+"""The command `tune`."""
+
+from __future__ import annotations
+
+import inspect
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from functools import update_wrapper
+from typing import Any
+
+import click
+
+from shardc.api import Function
+from shardc.commands import values
+from shardc.commands.source import FirstCall, ScriptCommand, Source, script_options
+from shardc.report.tables import terminal_width
+from shardc.tuning.tune import tune
+from shardc.tuning.tuning import Tuning
+
+
+@click.command("tune", cls=ScriptCommand)
+@script_options
+@click.option("--tries", type=values.positive, default=12, metavar="N", show_default=True, help="The most plans.")
+def tune_command(source: Source, tries: int) -> None:
+    """Choose the mesh for a function: plan its call on all meshes of so many devices, and rank the plans.
+
+    The devices are those of --topology, as v5p:4x4x4; without it those that JAX finds, or --devices of the CPU.
+    Placements stay where the function pins them.
+    """
+    width = terminal_width()
+    click.echo(source.at_first_call(lambda call: tuned(call, tries)).explain(width=width))
+
+
+def tuned(call: FirstCall, tries: int) -> Tuning:
+    """`shardc.tune` of the function of a call, with its own placements."""
+    function = call.of_one_function("tune")
+    (taken,), options = call.call, function.options
+    given = taken.tree.unflatten(taken.leaves)
+    return tune(
+        _by_position(function, list(given), dict(taken.static)), *given.values(), topology=call.source.topology,
+        tries=tries, in_placements=options.in_placements, out_placements=options.out_placements,
+        donate_argnames=options.donate, forbid=options.forbid,
+    )  # fmt: skip
+
+
+def _by_position(function: Function, names: Sequence[str], static: Mapping[str, Any]) -> Callable[..., Any]:
+    """The function on one device as `tune` takes it: with these arguments by position, and the others fixed."""
+    fn, signature = function.arguments.fn, function.arguments.signature
+
+    def by_position(*given: Any) -> Any:
+        by_name = {**static, **dict(zip(names, given, strict=True))}
+        bound = inspect.BoundArguments(signature, OrderedDict((n, by_name[n]) for n in signature.parameters))
+        return fn(*bound.args, **bound.kwargs)
+
+    update_wrapper(by_position, fn)
+    parameters = [inspect.Parameter(n, inspect.Parameter.POSITIONAL_OR_KEYWORD) for n in names]
+    by_position.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportFunctionMemberAccess]
+    return by_position

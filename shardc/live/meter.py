@@ -1,0 +1,253 @@
+"""`shardc.progress`: a loop that shows its figures while it runs."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from os import PathLike
+from time import monotonic
+from types import TracebackType
+from typing import Any, Final
+
+import jax
+import numpy as np
+
+from shardc import compat
+from shardc.arrays.far import is_far
+from shardc.checkpoint.progress import StatusLine
+from shardc.errors import ArgumentError, all_offenders
+from shardc.live.figures import step_figures, waiting_text
+from shardc.live.writers import CsvFile, ProgressLine, RowWriter, TensorBoard, is_own_column
+from shardc.runtime.cluster import current
+
+_log: Final = logging.getLogger("shardc")
+
+
+@compat.face
+def progress(  # noqa: PLR0913  # a public face
+    step: Any = None,
+    *,
+    total: int | None = None,
+    start: int = 0,
+    every: int = 10,
+    items: float | None = None,
+    unit: str = "tokens",
+    csv: str | PathLike[str] | None = None,
+    tensorboard: str | PathLike[str] | None = None,
+) -> Meter:
+    """Show where a training loop is: its results, items per second, the measured time of a step beside the planned one,
+    TFLOP/s, MFU, memory.
+
+    No step waits for it: a row is read when the device has computed it, some steps later. On a terminal it is one line
+    that changes in place, elsewhere a line for each row. Of several processes the first one speaks; `shardc run` shows
+    the same figures, and which process waits, in its status line.
+
+    MFU is the time that the step's matrix operations would take on all devices at the topology's rates, divided by the
+    measured time; fake CPU devices, which share their cores, have none. Memory is the most that a device has had in
+    use, as the backend counts it; if it does not (CPU), the plan's peak, and the line says "planned". For a pipeline
+    the line says which rank waits most: as planned, or as measured if the last call was `step.measure(...)`.
+
+    Args:
+      step: the function that the loop calls: of `shardc.function`, shardc.flax or shardc.equinox, a compiled one or a
+        flow. Its plan gives the planned time, the operations and the memory. None, or another function: no such
+        figures.
+      total: steps of the loop with those before `start`; None: unknown.
+      start: steps that were done before, as `saved.last(...)` gives them.
+      every: a row is shown after the first step, after each step whose number it divides, and after the last one.
+      items: how many each step takes, of all processes together; their rate is shown.
+      unit: what they are called: "tokens", "images".
+      csv: a file for the rows: a column for each figure, times in seconds, memory in bytes. It is written anew if
+        `start` is 0; else the rows after `start` are removed.
+      tensorboard: a folder for events; needs `pip install "shardc[tensorboard]"`.
+
+    Returns:
+      A context manager. Its value is called after each step with the step's results by name: numbers, or arrays of one
+      element. The first step compiles, and is in no rate. If a result is not finite, a line in red says since which
+      step.
+
+    Raises:
+      ArgumentError: a number is no whole number in its range; the file cannot be written; tensorboardX is not
+        installed. In a call: a result that is not one number; a name that a column has already.
+
+    Examples:
+      >>> import sys
+      >>> with progress(total=20, every=10) as p:
+      ...     for i in range(20):
+      ...         p(loss=1 / (i + 1))  # doctest: +ELLIPSIS
+      step  1/20 | loss 1.0000...
+      step 10/20 | loss 0.1000 | ... a step...
+      step 20/20 | loss 0.0500 | ... a step...
+    """
+    whole = {"start": (start, 0), "every": (every, 1)} | ({} if total is None else {"total": (total, 0)})
+    wrong = [
+        f"{name}={n!r}: a whole number of {least} or more is needed."
+        for name, (n, least) in whole.items()
+        if type(n) is not int or n < least
+    ]
+    if items is not None and (isinstance(items, bool) or not isinstance(items, int | float) or items <= 0):  # pyright: ignore[reportUnnecessaryIsInstance]
+        wrong.append(f"items={items!r}: a positive number is needed, or None.")
+    if not callable(step) and step is not None:
+        wrong.append(f"step={step!r}: give the function that the loop calls; the number of steps is total=.")
+    if wrong:
+        raise ArgumentError(all_offenders("shardc.progress: arguments that do not fit", wrong))
+    return Meter(_Loop(step, total, start, every, items, unit), csv, tensorboard)
+
+
+class _Loop:
+    """The loop that is shown, as `progress` describes it."""
+
+    def __init__(self, step: Any, total: int | None, start: int, every: int, items: float | None, unit: str) -> None:
+        self.step, self.total, self.start, self.every, self.items, self.unit = step, total, start, every, items, unit
+
+    def is_shown(self, step: int) -> bool:
+        return step == self.start + 1 or step % self.every == 0 or step == self.total
+
+
+class Meter:
+    """The figures of a loop. Made by `shardc.progress`."""
+
+    def __init__(self, loop: _Loop, csv: str | PathLike[str] | None, tensorboard: str | PathLike[str] | None) -> None:
+        self._loop, self._files = loop, (csv, tensorboard)
+        self._done = loop.start
+        self._screen: ProgressLine | None = None
+        self._writers: list[RowWriter] = []
+        self._closing: ExitStack | None = None
+        self._since: list[tuple[int, Mapping[str, Any]]] = []
+        """The steps after the last one that is shown, with their results."""
+        self._waiting: deque[list[tuple[int, Mapping[str, Any]]]] = deque()
+        """The same for each row that is not computed yet."""
+        self._last: tuple[int, float] | None = None
+        """The step of the row before, and when it was there."""
+        self._names: set[str] = set()
+        self._bad: set[str] = set()
+        """Results that were not finite in the row before."""
+
+    def __enter__(self) -> Meter:
+        csv, folder = self._files
+        cluster = current()
+        self._status = cluster if isinstance(cluster, StatusLine) else None
+        self._speaks = (jax.process_index() if cluster is None else cluster.me) == 0
+        with ExitStack() as opened:
+            if self._speaks:
+                if csv is not None:
+                    self._writers.append(CsvFile(csv, self._loop.start))
+                    opened.callback(self._writers[-1].close)
+                if folder is not None:
+                    self._writers.append(TensorBoard(folder))
+                    opened.callback(self._writers[-1].close)
+                self._screen = ProgressLine(self._loop.total, self._loop.unit)
+                opened.callback(self._screen.close)
+            self._closing = opened.pop_all()
+        self._began = monotonic()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._closing is not None
+        with self._closing:
+            self._closing = None
+            if kind is None:
+                self._waiting.extend([self._since] if self._since else [])
+                self._show_computed(wait=True)
+
+    @compat.face
+    def __call__(self, **results: Any) -> None:
+        """Say that one more step is done.
+
+        Args:
+          **results: its loss and other scalars by name.
+        """
+        if self._closing is None:
+            raise ArgumentError("shardc.progress: use it inside of `with shardc.progress(...) as p:`.")
+        self._check(results)
+        self._done += 1
+        if not self._speaks:
+            return
+        self._since.append((self._done, results))
+        if self._loop.is_shown(self._done):
+            self._waiting.append(self._since)
+            self._since = []
+        self._show_computed()
+
+    def _check(self, results: Mapping[str, Any]) -> None:
+        wrong = [
+            f"{name} is {_short(x)}; give one number, as its mean."
+            for name, x in results.items()
+            if not isinstance(x, int | float) and getattr(x, "size", 0) != 1
+        ]
+        wrong += [
+            f"{name} is traced: the call stands in a function that JAX traces once; return the value, and call "
+            "shardc.progress in the loop around it."
+            for name, x in results.items()
+            if isinstance(x, compat.Tracer)
+        ]
+        if new := results.keys() - self._names:
+            own = [n for n in results if n in new and is_own_column(n, self._loop.unit)]
+            wrong += [f"{n} is the name of a figure that is there already; give another name." for n in own]
+        if wrong:
+            raise ArgumentError(all_offenders("shardc.progress: results that cannot be shown", wrong))
+        self._names |= new
+
+    def _show_computed(self, wait: bool = False) -> None:
+        """Show the rows that are computed, in order; with `wait` all."""
+        while self._waiting and (wait or all(map(_is_computed, self._waiting[0][-1][1].values()))):
+            self._show(self._waiting.popleft())
+
+    def _show(self, steps: Sequence[tuple[int, Mapping[str, Any]]]) -> None:
+        step, results = steps[-1]
+        values = {name: value for name, x in results.items() if (value := _value_of(name, x)) is not None}
+        now, loop = monotonic(), self._loop
+        seconds = None if self._last is None else (now - self._last[1]) / (step - self._last[0])
+        self._last = step, now
+        rate = None if seconds is None or loop.items is None else loop.items / max(seconds, 1e-9)
+        row = {"step": step, "elapsed_seconds": now - self._began, **values}
+        if rate is not None:
+            row[f"{loop.unit}_per_second"] = rate
+        row |= step_figures(loop.step, seconds)
+        assert self._screen is not None
+        self._warn(self._screen, values, steps)
+        self._screen.write(row, waiting_text(loop.step))
+        for writer in self._writers:
+            writer.write(row)
+        if self._status is not None:
+            self._status.say(step=step, loss=values.get("loss"), tokens=rate if loop.unit == "tokens" else None)
+
+    def _warn(
+        self, screen: ProgressLine, values: Mapping[str, float], steps: Sequence[tuple[int, Mapping[str, Any]]]
+    ) -> None:
+        """Show since which step a result is not finite, once."""
+        bad = {name for name, x in values.items() if not math.isfinite(x)}
+        for name in sorted(bad - self._bad):
+            read = ((step, _value_of(name, results[name])) for step, results in steps if name in results)
+            first, value = next((step, x) for step, x in read if x is not None and not math.isfinite(x))
+            screen.warn(f"step {first}: {name} is {value}")
+        self._bad = bad
+
+
+def _short(x: Any) -> str:
+    shape = getattr(x, "shape", None)
+    return f"{type(x).__name__} {x!r}"[:60] if shape is None else f"{x.dtype}{list(shape)}"
+
+
+def _is_lost(x: Any) -> bool:
+    """Whether the value of a result cannot be read here: it lives in another process, or its buffer is gone."""
+    return is_far(x) or (
+        isinstance(x, jax.Array) and (x.is_deleted() or not (x.is_fully_addressable or x.is_fully_replicated))
+    )
+
+
+def _is_computed(x: Any) -> bool:
+    return not hasattr(x, "is_ready") or _is_lost(x) or x.is_ready()
+
+
+def _value_of(name: str, x: Any) -> float | None:
+    """The value of a result, waited for; None if it cannot be read."""
+    if _is_lost(x):
+        if isinstance(x, jax.Array) and x.is_deleted():
+            _log.warning("shardc.progress: %s was donated to a later step before it was read; give a copy.", name)
+        return None
+    return float(np.asarray(x).reshape(()))

@@ -1,0 +1,182 @@
+"""Where the rows of a training loop go: a terminal or plain text, a CSV file, TensorBoard."""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import math
+from collections.abc import Mapping
+from os import PathLike, fspath
+from pathlib import Path
+from time import monotonic
+from typing import Any, Final, Protocol, TypeAlias
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Column
+from rich.text import Text
+
+from shardc.errors import ArgumentError
+from shardc.report.tables import bytes_text, seconds_text
+
+Row: TypeAlias = Mapping[str, float]
+"""The figures after a step, by the name of their column; `step` is the first one."""
+
+_EVERY: Final = 0.1
+"""Seconds for which a terminal shows a row at least: to draw it takes longer than a fast step."""
+
+
+class RowWriter(Protocol):
+    """A place for rows."""
+
+    def write(self, row: Row) -> None: ...
+    def close(self) -> None: ...
+
+
+class ProgressLine:
+    """One line on a terminal that changes in place; elsewhere a line of text for each row.
+
+    Args:
+      total: steps of the loop; None: unknown.
+      unit: of what the loop counts beside steps: "tokens".
+    """
+
+    def __init__(self, total: int | None, unit: str) -> None:
+        self._total, self._unit, self._shown, self._text = total, unit, -math.inf, ""
+        self._console = console = Console()
+        count = [BarColumn(bar_width=10), MofNCompleteColumn(), TimeRemainingColumn()] if total else []
+        text = TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis"))
+        self._bar = Progress(*count, text, console=console, auto_refresh=False) if console.is_terminal else None
+        if self._bar is not None:
+            self._task = self._bar.add_task("", total=total)
+            self._bar.start()
+
+    def write(self, row: Row, waits: str = "") -> None:
+        """Show a row, and who waits."""
+        step = int(row["step"])
+        text = " | ".join(filter(None, [*_texts(row, self._unit), waits]))
+        if self._bar is None:
+            of = f"/{self._total}" if self._total else ""
+            self._print(f"step {step:{len(str(self._total or 0))}}{of} | {text}")
+            return
+        self._bar.update(self._task, completed=step, description=text if self._total else f"step {step} | {text}")
+        if monotonic() - self._shown >= _EVERY or step == self._total:
+            self._bar.refresh()
+            self._shown = monotonic()
+
+    def warn(self, text: str) -> None:
+        """Show a line that stays, in red."""
+        self._print(f"*** {text} ***", "bold red")
+
+    def _print(self, text: str, style: str = "") -> None:
+        self._console.print(Text(text, style), soft_wrap=True)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.refresh()
+            self._bar.stop()
+
+
+_OWN: Final = (
+    "step", "elapsed_seconds", "step_seconds", "planned_seconds", "tflops", "mfu", "memory_bytes",
+    "planned_memory_bytes",
+)  # fmt: skip
+"""Names of columns that are no results of steps."""
+
+
+def is_own_column(name: str, unit: str) -> bool:
+    """Whether a column has this name already."""
+    return name in _OWN or name == f"{unit}_per_second"
+
+
+def _texts(row: Row, unit: str) -> list[str]:
+    """The parts of a line: results first."""
+    found = [f"{name} {_number_text(x)}" for name, x in row.items() if not is_own_column(name, unit)]
+    if (rate := row.get(f"{unit}_per_second")) is not None:
+        found.append(f"{rate:,.0f} {unit}/s" if rate >= 100 else f"{rate:.3g} {unit}/s")
+    planned = [f"planned {seconds_text(row['planned_seconds'])}"] if "planned_seconds" in row else []
+    measured = [f"{seconds_text(row['step_seconds'])} a step"] if "step_seconds" in row else []
+    found.append(", ".join(measured + planned))
+    if "tflops" in row:
+        found.append(f"{row['tflops']:.3g} TFLOP/s" + (f", MFU {row['mfu']:.1%}" if "mfu" in row else ""))
+    if "memory_bytes" in row:
+        found.append(f"memory {bytes_text(row['memory_bytes'])}")
+    elif "planned_memory_bytes" in row:
+        found.append(f"memory {bytes_text(row['planned_memory_bytes'])}, planned")
+    return found
+
+
+def _number_text(x: float) -> str:
+    return f"{x:.4f}" if x == 0 or 1e-3 <= abs(x) < 1e5 else f"{x:.3g}"
+
+
+class CsvFile:
+    """A CSV file with a line for each row. A new column widens the whole file.
+
+    Args:
+      path: the file; its folder is made.
+      start: rows up to this step are kept if the file is there: they are of the run that this one goes on with.
+
+    Raises:
+      ArgumentError: the file cannot be written, or is no such file.
+    """
+
+    def __init__(self, path: str | PathLike[str], start: int) -> None:
+        self._path, self._columns = Path(path), list[str]()
+        rows: list[dict[str, Any]] = []
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            if start and self._path.exists():
+                with self._path.open(newline="", encoding="utf-8") as file:
+                    rows = [row for row in csv.DictReader(file) if int(row["step"]) <= start]
+            self._rewrite(list(rows[0]) if rows else [], rows)
+        except (OSError, ValueError, KeyError) as error:
+            raise ArgumentError(f"shardc.progress: csv={fspath(path)!r} cannot be used: {error!r}.") from error
+
+    def _rewrite(self, columns: list[str], rows: list[dict[str, Any]]) -> None:
+        self._columns = columns
+        self._file = self._path.open("w", newline="", encoding="utf-8", buffering=1)
+        self._csv = csv.DictWriter(self._file, columns, restval="")
+        if columns:
+            self._csv.writeheader()
+        self._csv.writerows(rows)
+
+    def write(self, row: Row) -> None:
+        new = [name for name in row if name not in self._columns]
+        if new:
+            self.close()
+            with self._path.open(newline="", encoding="utf-8") as file:
+                before = list(csv.DictReader(file))
+            self._rewrite([*self._columns, *new], before)
+        self._csv.writerow(dict(row))
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class TensorBoard:
+    """An event file for TensorBoard, with a scalar for each column.
+
+    Args:
+      folder: as `tensorboard --logdir` takes it.
+
+    Raises:
+      ArgumentError: tensorboardX is not installed.
+    """
+
+    def __init__(self, folder: str | PathLike[str]) -> None:
+        try:
+            library: Any = importlib.import_module("tensorboardX")
+        except ImportError as error:
+            raise ArgumentError(
+                f'shardc.progress: tensorboard= needs tensorboardX: pip install "shardc[tensorboard]" ({error}).'
+            ) from error
+        self._events = library.SummaryWriter(fspath(folder))
+
+    def write(self, row: Row) -> None:
+        for name, x in row.items():
+            if name != "step":
+                self._events.add_scalar(name, x, int(row["step"]))
+
+    def close(self) -> None:
+        self._events.close()

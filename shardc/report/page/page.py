@@ -1,0 +1,194 @@
+"""`plan.report("plan.html")`: a plan or a recorded run as one HTML file that needs nothing else."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from shardc.errors import ArgumentError
+from shardc.pipeline.plan import MpmdPlan, PlanView
+from shardc.plan.plan import SpmdPlan
+from shardc.report.chart import Chart, planned_chart
+from shardc.report.explain import notes_of, optimality_text, sections_of, why_placed
+from shardc.report.page.charts import chart_data, course_data, ranks_data
+from shardc.report.page.equations import program_rows
+from shardc.report.page.modules import PlacedRows, modules_data, totals_data
+from shardc.report.page.places import borders_data, mesh_data
+from shardc.report.plan_warnings import warnings_of
+from shardc.report.tables import (
+    Section,
+    bytes_text,
+    devices_text,
+    number_text,
+    percent_text,
+    report_text,
+    seconds_text,
+)
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+FULL: Final = 0.9
+"""The part of the memory from which on a plan is said to be close to the limit."""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One of the headline figures.
+
+    Attributes:
+      name, value, note: texts.
+      share: of a whole, to be drawn as a bar; None: no bar.
+    """
+
+    name: str
+    value: str
+    note: str = ""
+    share: float | None = None
+
+
+@dataclass(frozen=True)
+class Page:
+    """The content of a page.
+
+    Attributes:
+      title, about: what it is of.
+      warnings: to be read first.
+      figures: the headline.
+      sections: those of `explain()`.
+      notes: that warn of nothing; in a fold.
+      data: of what is drawn: `meshes`, `arrays`, `program`, `totals`, `course` or `ranks`, `chart`, `schedule`.
+    """
+
+    title: str
+    about: str
+    warnings: Sequence[str]
+    figures: Sequence[Figure]
+    sections: Sequence[Section]
+    data: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    notes: Sequence[str] = ()
+
+    @property
+    def text(self) -> str:
+        """What `explain()` says."""
+        return report_text(self.sections)
+
+
+def write_page(page: Page, path: str | PathLike[str]) -> None:
+    """Write a page into an `.html` file.
+
+    Raises:
+      ArgumentError: another ending, or jinja2 is not installed.
+    """
+    path = Path(path)
+    if path.suffix.lower() not in (".html", ".htm"):
+        raise ArgumentError(f"{path}: a report has to be an .html file.")
+    try:
+        templates = environment()
+    except ImportError:
+        raise ArgumentError(
+            f'{path}: reports need jinja2, which is not installed: pip install "shardc[report]". '
+            "plan.explain() does not need it."
+        ) from None
+    path.write_text(templates.get_template("page.html").render(page=page), "utf-8")
+
+
+def environment() -> Environment:
+    """The templates of this folder; whatever is put into them is escaped.
+
+    Raises:
+      ImportError: jinja2 is not installed.
+    """
+    import jinja2  # noqa: PLC0415  # an extra
+
+    folder = jinja2.FileSystemLoader(Path(__file__).parent)
+    return jinja2.Environment(
+        loader=folder, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+
+
+def page_of(plan: PlanView, chart: Chart | None = None) -> Page:
+    """The page of a plan.
+
+    Args:
+      plan: of any kind.
+      chart: of a pipeline, the runs to draw; None: the planned one.
+    """
+    staged = isinstance(plan, MpmdPlan)
+    own = _pipeline_data(plan, chart or planned_chart(plan)) if isinstance(plan, MpmdPlan) else _program_data(plan)
+    meshes = [mesh_data(f"stage {n}" if staged else "", part.mesh) for n, part in plan.parts]
+    borders = (("Arguments", plan.in_borders), ("Results", plan.out_borders))
+    arrays = [borders_data(title, found, why_placed, staged) for title, found in borders]
+    where = plan.request.where
+    sizes = {s.rank: s.mesh.size for s in plan.stages} if isinstance(plan, MpmdPlan) else {0: plan.mesh.size}
+    about = f"{where} on {devices_text(plan.mesh.topology, sum(sizes.values()))}"
+    data = {"meshes": meshes, "arrays": arrays, **own}
+    warnings = warnings_on(plan)
+    notes = [note for note in notes_of(plan) if note not in warnings]
+    return Page(plan.program.name, about, warnings, figures_of(plan), sections_of(plan), data, notes)
+
+
+def warnings_on(plan: PlanView) -> list[str]:
+    """The warnings about a plan."""
+    where = plan.request.where
+    found = [text.removeprefix(f"{where}: ") for text in warnings_of(plan, where)]
+    if (free := plan.unlimited) is not None:
+        found.append(
+            f"Memory decided this plan: without the limit a call takes about {seconds_text(free.seconds)} and "
+            f"{bytes_text(free.peak)} of memory."
+        )
+    return found
+
+
+def figures_of(plan: PlanView) -> list[Figure]:
+    """The headline figures of a plan."""
+    memory, time = plan.memory, plan.time
+    hbm = plan.memory.worst.capacity if isinstance(plan, MpmdPlan) else plan.mesh.topology.hbm
+    share = memory.peak / hbm
+    computing = percent_text(time.computing / time.total if time.total else 0.0)
+    found = [
+        Figure("Time of a call", seconds_text(plan.seconds), f"{computing} computing"),
+        Figure("Sent by a device", bytes_text(plan.bytes_per_device), number_text(len(plan.moves), "collective")),
+        Figure("Peak memory", bytes_text(memory.peak), f"{percent_text(share)} of {bytes_text(hbm)}", share),
+        Figure("Proof", optimality_text(plan.gap), "against the optimum of the cost model"),
+    ]
+    if isinstance(plan, MpmdPlan):
+        schedule, timeline = plan.schedule, plan.simulate()
+        idle = percent_text(timeline.bubble / timeline.makespan if timeline.makespan else 0.0)
+        stages = f"{number_text(len(plan.stages), 'stage')} on {number_text(schedule.ranks, 'rank')}"
+        microbatches = number_text(schedule.microbatches, "microbatch")
+        found.append(Figure("Schedule", schedule.name, f"{stages}, {microbatches}; a rank is idle at most {idle}"))
+    return found
+
+
+def _program_data(plan: SpmdPlan) -> dict[str, Any]:
+    found = program_rows(plan)
+    return course_data(plan, found, plan.mesh.topology.hbm) | moves_data([((), found.rows, 1)])
+
+
+def _pipeline_data(plan: MpmdPlan, chart: Chart) -> dict[str, Any]:
+    own = {"ranks": ranks_data(plan.memory), "chart": chart_data(chart), "schedule": str(plan.schedule).splitlines()}
+    return own | moves_data(programs_of(plan))
+
+
+def moves_data(programs: Sequence[PlacedRows]) -> dict[str, Any]:
+    """The program by module, and what moves by axis and kind."""
+    return {"program": modules_data(programs), "totals": totals_data(programs)}
+
+
+def programs_of(plan: PlanView) -> list[PlacedRows]:
+    """The programs of a plan: itself, or the tasks of its stages."""
+    if not isinstance(plan, MpmdPlan):
+        return [((), program_rows(plan).rows, 1)]
+    tasks = plan.built.tasks.values()
+    runs = Counter(id(task.plan) for _, task in tasks)
+    plans = {id(task.plan): (number, task.plan) for number, task in tasks}
+    return [
+        ((f"stage {number}",), program_rows(placed).rows, runs[key])
+        for key, (number, placed) in sorted(plans.items(), key=lambda item: item[1][0])
+        if placed is not None
+    ]

@@ -1,0 +1,1 @@
+"""The texts of errors for programs that no plan, or no allowed one, was found for."""

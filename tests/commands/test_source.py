@@ -1,0 +1,173 @@
+"""Commands on a script: which call is taken, how the script ends, and what is said where there is no such call."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardc.__main__ import main
+from shardc.calls.watch import WATCHERS
+
+SCRIPTS = Path(__file__).parent / "scripts"
+MLP = f"{SCRIPTS / 'mlp.py'}:step"
+
+
+@pytest.fixture
+def run(capsys):
+    def call(*words):
+        code = main([*map(str, words)])
+        assert not WATCHERS
+        return code, *capsys.readouterr()
+
+    return call
+
+
+@pytest.fixture
+def script(tmp_path):
+    def write(*lines):
+        path = tmp_path / "script.py"
+        path.write_text("import jax.numpy as jnp, shardc\nmesh = shardc.make_mesh(data=8)\n" + "\n".join(lines))
+        return path
+
+    return write
+
+
+def test_the_script_ends_at_the_call(run, tmp_path):
+    """Its own handlers do not see an error, its files are closed, what it prints goes to standard error."""
+    argv, path = sys.argv, [*sys.path]
+    code, out, err = run("plan", MLP, "--", 128, tmp_path / "log")
+    assert (code, err) == (0, "a line of the script\n")
+    assert out.startswith("step on data=4 x model=2: 8 cpu devices\n")
+    assert (tmp_path / "log").read_text() == "closed"
+    assert (sys.argv, sys.path) == (argv, path)
+
+
+@pytest.mark.parametrize(
+    ("source", "planned"),
+    [
+        ("mlp.py", "<lambda> on data=4 x model=2"),
+        ("pipeline.py", "scaled on pipe=2 x data=2"),
+        ("pipeline.py:Trainer.step", "scaled on pipe=2 x data=2"),
+        ("flow.py", "Flow train (flow.py:"),
+        ("flow.py:train", "Flow train (flow.py:"),
+        ("flow.py:grad", "grad on data=4"),
+        ("flow.py:Learner.update", "update on data=4"),
+        ("modules.py", "apply on data=4"),
+        ("modules.py:step", "step on data=4"),
+    ],
+)
+def test_the_call_that_is_taken(run, source, planned):
+    code, out, _ = run("plan", SCRIPTS / source)
+    assert (code, out[: len(planned)]) == (0, planned)
+
+
+@pytest.mark.parametrize(
+    "call", ["f(x)", "f.plan(x)", "f.compile(x)", "f.plan(shardc.put(x, mesh, {'data': shardc.S(0)}))"]
+)
+def test_every_kind_of_call(run, script, call):
+    path = script("x = jnp.ones(8)", "f = shardc.function(lambda x: 2 * x, mesh=mesh)", call, "raise ValueError")
+    assert run("plan", path)[0] == 0
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_call_in_a_thread_and_a_handler_of_everything(run, script):
+    path = script(
+        "import threading",
+        "f = shardc.function(lambda x: 2 * x, mesh=mesh)",
+        "thread = threading.Thread(target=f, args=[jnp.ones(8)])",
+        "thread.start()",
+        "thread.join()",
+        "try:",
+        "    f(jnp.ones(8))",
+        "except BaseException:",
+        "    raise ValueError('a handler of everything')",
+    )
+    code, out, err = run("plan", path)
+    assert (code, out[:9], err) == (0, "<lambda> ", "")
+
+
+def test_a_module(run, monkeypatch):
+    monkeypatch.chdir(SCRIPTS)
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    assert run("plan", "-m", "flow:grad")[1].startswith("grad on data=4")
+
+
+def test_another_machine(run):
+    code, out, _ = run("plan", MLP, "--mesh", "data=64,model=8", "--topology", "v5p:8x8x8")
+    assert (code, out[:51]) == (0, "step on data=64 x model=8: 512 v5p devices (8x8x8)\n")
+    assert run("plan", MLP, "--topology", "h100")[1].startswith("step on data=4 x model=2: 8 h100 devices\n")
+    pipeline = run("plan", SCRIPTS / "pipeline.py", "--mesh", "pipe=2,data=8")
+    assert pipeline[1].startswith("scaled on pipe=2 x data=8: 16 cpu devices\n2 stages on 2 ranks; 1f1b")
+
+
+def test_errors_of_the_plan_are_one_line_whatever_the_script_handles(run, script):
+    code, out, err = run("plan", MLP, "--mesh", "rows=4")
+    assert (code, out) == (2, "")
+    assert "python -m shardc plan: step (mlp.py:" in err and "the mesh has no axis 'data'" in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["plan", "nowhere.py"], "plan: there is no script nowhere.py."),
+        (["plan", "nowhere"], "plan: there is no script nowhere. Or is it a module: -m nowhere?"),
+        (["explain", "nowhere.json"], "explain: there is no script nowhere.json."),
+        (["plan", MLP, "--mesh", "data"], "'--mesh': \"data\" is not a mesh; write data=4,model=2 (see"),
+        (["plan", MLP, "--topology", "v9"], "There is no topology 'v9'."),
+        (["plan", MLP, "--steps", "3"], "Options of the script stand after -- (see python -m shardc plan --help)"),
+        (["plan", f"{SCRIPTS / 'flow.py'}", "--mesh", "data=2"], "flow.py:"),
+        (["plan", f"{SCRIPTS / 'flow.py'}:grab"], "flow.py ends without a call of grab. Did you mean"),
+        (["plan", f"{SCRIPTS / 'layers.py'}"], "layers.py ends without a call of a function of shardc. It has made"),
+        (["plan", __file__], "test_source.py ends, and has made no function of shardc."),
+    ],
+)
+def test_one_line_for_what_cannot_be(run, words, says):
+    code, out, err = run(*words)
+    assert (code, out) == (2, "")
+    assert says in err.splitlines()[-1]
+
+
+def test_functions_that_were_made_and_called_are_named(run):
+    _, _, err = run("plan", SCRIPTS / "flow.py:grab")
+    assert err.endswith("It has made grad, Learner.update, train, and called train, grad, Learner.update.\n")
+
+
+def test_a_script_that_fails(run, script):
+    path = script("def bad(x):", "    return x.nothing", "bad(mesh)")
+    code, out, err = run("plan", path)
+    assert (code, out) == (1, "")
+    assert [line for line in err.splitlines() if set(line) - set(" ~^")] == [  # releases of Python mark other parts
+        "Traceback (most recent call last):",
+        f'  File "{path}", line 5, in <module>',
+        "    bad(mesh)",
+        f'  File "{path}", line 4, in bad',
+        "    return x.nothing",
+        "AttributeError: 'Mesh' object has no attribute 'nothing'",
+    ]
+    path.write_text("a b")
+    code, out, err = run("plan", path)
+    assert (code, out, err.count("Traceback")) == (1, "", 0)
+    assert "SyntaxError: invalid syntax" in err
+
+
+def test_a_script_that_ends_itself(run, script):
+    with pytest.raises(SystemExit) as end:
+        run("plan", script("raise SystemExit('no data')"))
+    assert end.value.code == "no data"
+
+
+def test_too_few_devices(run, script):
+    path = script("shardc.make_mesh(data=64)")
+    code, _, err = run("plan", path)
+    assert code == 1 and err.endswith("\nTo look at the plan, fake CPU devices do: --devices N.\n")
+
+
+def test_a_process_of_its_own_with_fake_devices(tmp_path):
+    """`--devices` gives a script more devices than this process has; a reader that ends early sees no traceback."""
+    ask = [sys.executable, "-m", "shardc", "plan", MLP, "--devices", "16", "--json", "--save", tmp_path / "p.json"]
+    done = subprocess.run(ask, capture_output=True, text=True, check=True)
+    assert done.stderr == "a line of the script\n"
+    assert done.stdout.startswith('{"function": "step", "mesh": {"data": 4, "model": 2}, "topology": "cpu"')
+    assert (tmp_path / "p.json").exists()
