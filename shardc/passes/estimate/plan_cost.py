@@ -73,6 +73,7 @@ class Time:
 
     @property
     def computing(self) -> float:
+        """`compute` and `memory`."""
         return self.compute + self.memory
 
     @property
@@ -82,6 +83,7 @@ class Time:
 
     @property
     def total(self) -> float:
+        """All of it, what overlaps counted once."""
         return self.computing + self.moving - self.overlapped + self.launch + self.wait
 
     def __add__(self, other: Time) -> Time:
