@@ -45,10 +45,10 @@ help:
 	@echo "Variables: PY (a Python: 3.11, 3.12 or 3.13; without it the newest that works), VENV, JOBS (test processes), ARGS (more options for the command)"
 
 demo: $(VENV)/.has-examples
-	$(BIN)/python -m examples.train --model gpt2 --devices 8 --mesh data=4,model=2 --plan data_tensor --steps 400 $(ARGS)
+	$(BIN)/python -m examples.train --model gpt2 --devices 8 --mesh data=4,model=2 --plan data_tensor --steps 1400 $(ARGS)
 
 demo-pipeline: $(VENV)/.has-examples
-	$(BIN)/python -m examples.train --model gpt2 --devices 8 --mesh pipe=2,data=2,model=2 --plan pipeline --steps 400 $(ARGS)
+	$(BIN)/python -m examples.train --model gpt2 --devices 8 --mesh pipe=2,data=2,model=2 --plan pipeline --steps 1400 $(ARGS)
 
 demo-processes: $(VENV)/.has-examples
 	$(BIN)/python -m examples.processes $(ARGS)

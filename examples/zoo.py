@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from examples import bert, data, dlrm, gpt2, llama, mixer, mlp, moe, plans, ppo, resnet, t5, unet, vit
-from examples.generate import generate
+from examples.generate import generate, pieces_of
 
 
 @dataclass(frozen=True)
@@ -71,9 +71,9 @@ def text_result(module: Callable, cfg: Any, state: tuple) -> str:
     def logits_of(params: Any, tokens: jax.Array) -> jax.Array:
         return jax.tree.leaves(module(cfg).apply({"params": params}, tokens))[0]  # the first, where there are more
 
-    prompt = b"def "
-    text = prompt + generate(logits_of, state[0], cfg.seq, prompt, length=200)
-    return "it writes\n" + quoted(text.decode("utf-8", "replace"))
+    prompt, known = b"    def __init__(self, ", pieces_of(data.text_bytes().tobytes(), times=100)
+    text = prompt + generate(logits_of, state[0], cfg.seq, prompt, length=400, known=known)
+    return "it writes, in words that the text has\n" + quoted(text.decode("utf-8", "replace"))
 
 
 def t5_result(cfg: t5.Config, state: tuple) -> str:

@@ -116,7 +116,32 @@ class BoundFunction:
 
 
 class Function:
-    """A function of one device that runs on a mesh. Made by `shardc.function`."""
+    """A function of one device that runs on a mesh. Made by `shardc.function`.
+
+    It is called like the function that it was made of, with plain or placed arrays, and gives jax.Arrays.
+
+    **Constants.** A leaf of the arguments that is no array is a constant: another value is another plan. It has to be
+    one that cannot change: text, a number, None, an enum, a type, a function, a frozen dataclass, or a tuple of these;
+    also dtypes, meshes, shardings, placements and linen modules. Any other object (a config, a random generator, an
+    iterator, the `self` of a method) is an ArgumentError: mark it static, or pass its numbers. A static argument is
+    compared by `==` and its hash, as by `jax.jit`. A default that a call leaves out is part of the function.
+
+    **Inside other transformations.** Inside an outer `jit`, `grad` or `vmap` it is the plain function with its pins as
+    sharding constraints, and no plan is claimed. Inside another shardc function, or a stage of a pipeline, its pins are
+    pins by axis name, partial sums too; an axis that the mesh there does not have is an error.
+
+    **A mesh set with `jax.set_mesh`** is visible inside: PartitionSpecs and a `shard_map` without a mesh read it, and
+    its axes are automatic there. If it is the function's own mesh, results have its axis types. With explicit axes a
+    `reshard` inside is a pin; `out_sharding=` of single operations is not.
+
+    **Errors** in the function read as under `jax.jit`, without shardc's frames (`jax_traceback_filtering`). With
+    `jax_debug_nans` a call that makes a NaN runs again on one device, and the error names the operation and its line;
+    donated arguments are kept. Under `jax.disable_jit()` the plain function runs on one device. A ShardcWarning comes
+    once, when the function is compiled: for more than 1 MB that an operation without a rule computes on every device,
+    and for more than 1 MB of arguments that come back as results and are not donated.
+
+    `copy.deepcopy` gives a function that begins with nothing planned.
+    """
 
     def __init__(self, fn: Callable[..., Any], mesh: AnyMesh, options: Options) -> None:
         functools.update_wrapper(self, fn)
@@ -228,7 +253,11 @@ class Function:
 
     @compat.face
     def compile(self, *args: Any, **kwargs: Any) -> AnyCompiled:
-        """Plans and compiles a call without running it."""
+        """Plans and compiles a call without running it.
+
+        Returns:
+          A `Compiled`, or a `CompiledPipeline`: called like the function, for calls of these shapes alone.
+        """
         call = self._arguments.take_apart(args, kwargs)
         made_for = call.tree, call.constants
         plan = self._plan(call)
@@ -524,9 +553,10 @@ def function(  # noqa: PLR0913  # a public face
       mesh: a jax Mesh or AbstractMesh, whatever its axis types; not needed with `Pipeline(meshes=...)`. None is one
         device: `fn` itself comes back, once the names in the other arguments are checked.
       in_placements: where arguments live: a dict by argument name, a tuple with an entry for each argument, or one
-        placement for all; each a leaf, `shardc.rules`, or a pytree prefix of leaves. A leaf is AUTO (the compiler
-        chooses), a dict from axis to sbp, a Placement, a tuple with one sbp for each mesh axis, a PartitionSpec or a
-        NamedSharding.
+        placement for all; each a leaf, `shardc.rules`, or a pytree prefix of leaves. A leaf is AUTO or None (the
+        compiler chooses; an array that is committed to this mesh keeps its placement), a dict from axis to sbp (with
+        `...: AUTO` axes that are not named are chosen, else they are B), a Placement, a tuple with one sbp for each
+        mesh axis, a PartitionSpec or a NamedSharding.
       out_placements: the same for the result.
       donate_argnames, donate_argnums: arguments whose buffers results may take; a result of the same path and aval
         keeps such an argument's placement.
@@ -555,8 +585,10 @@ def function(  # noqa: PLR0913  # a public face
         program, with all that differs; an argument's leaf that is neither an array nor a constant.
       ForbiddenMoveError: when it is called or planned: what is forbidden has to move.
       MeshError: no mesh is given, or None with a pipeline or a plan.
+      PlacementError: a placement does not fit the mesh, or, in a call, its value.
+      TracingError, MemoryLimitError, PipelineError, StepFailedError: in a call.
 
-    Example:
+    Examples:
       >>> mesh = make_mesh(data=1)
       >>> @function(mesh=mesh, in_placements={"x": {"data": S(0)}})
       ... def double(x):

@@ -48,9 +48,13 @@ class CompiledCall(Generic[ExecutableT, PlanT]):
         self._cached_calls = CallCache(arguments)
         self.executable = executable
         self.plan = plan
+        """Its plan."""
         self.audit = executable.audit
+        """`audit()`: the collectives of the compiled program against the plan's, an `Audit`."""
         self.hlo = executable.hlo
+        """`hlo()`: the text of the optimized HLO."""
         self.memory_stats = executable.memory_stats
+        """`memory_stats()`: XLA's memory analysis."""
 
     @property
     def latest(self) -> ExecutableT:
@@ -98,7 +102,7 @@ class CompiledCall(Generic[ExecutableT, PlanT]):
 
 
 class Compiled(CompiledCall[Executable, Plan]):
-    """A compiled plan of one program."""
+    """A compiled plan of one program, called like the function."""
 
     def report(self, path: str | PathLike[str]) -> None:
         """Writes the page of the plan, as `plan.report`."""

@@ -157,7 +157,8 @@ def function(  # noqa: PLR0913  # a public face
 
     Arrays of JAX and NumPy are traced. All other leaves of arguments (activations, names, Python's numbers and flags)
     are constants: another value needs another plan. Results may have such leaves too. In a plan, and for
-    `shardc.rules`, a module is the tree of its fields: `layers/0/weight`.
+    `shardc.rules`, a module is the tree of its fields: `layers/0/weight`. `shardc.accumulate` takes modules;
+    `equinox.nn.State` passes between microbatches with `reduce="carry:state"`.
 
     Args:
       fn: the function.

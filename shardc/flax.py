@@ -53,7 +53,7 @@ def placements(tree: Any, rules: LogicalRules | None = None) -> Any:
     Raises:
       ArgumentError: one array is split twice over the same axis.
 
-    Example:
+    Examples:
       >>> init = linen.with_logical_partitioning(jax.nn.initializers.zeros, ("embed", "mlp"))
       >>> variables = linen.Dense(8, kernel_init=init).init(jax.random.key(0), jax.numpy.ones((1, 4)))
       >>> str(placements(variables, rules=[("embed", None), ("mlp", "model")])["params"]["kernel"])
@@ -300,7 +300,9 @@ def function(  # noqa: PLR0913  # a public face
 
     Modules, optimizers, random streams and variables among the arguments are split into arrays before the call, and the
     values that the function writes to them are written back after it. In a plan, and for `shardc.rules`, a module is
-    the tree of its variables: `layers/0/kernel`.
+    the tree of its variables: `layers/0/kernel`. Static attributes without a hash (a plain dataclass, a list) are
+    compared by their contents, so that a change is seen. `shardc.function` refuses a function that writes to a module
+    and does not return it.
 
     Args:
       fn: the function. Each of its arguments has a name.

@@ -353,7 +353,7 @@ def flow(fn: Callable[..., Any] | None = None, *, credits: int = 2) -> Any:
     Raises:
       ArgumentError: it takes other arguments; credits below 1.
 
-    Example:
+    Examples:
       >>> import shardc, jax.numpy as jnp
       >>> add = shardc.function(lambda total, x: total + x, mesh=shardc.make_mesh(data=1))
       >>> @shardc.flow

@@ -54,6 +54,16 @@ class SharedCallable:
 class Gang(Scheduler):
     """Clients whose programs begin in one order on all devices, and which share the time of the devices by weight.
 
+    The client that has had least of its share goes next (stride scheduling). A client that is idle saves nothing up;
+    one that stops calling holds nobody up. A client that waits for each result before its next call is not there when
+    the next program is chosen: it reads results one call later, or `in_flight` is 1. Planning and compiling take no
+    turn. Inside another transformation, and inside another turn, a call takes no turn of its own.
+
+    In several processes each makes the same calls of each client, from as many threads. Process 0 decides the order of
+    the programs that run in several processes, so it has to run each of them; programs of one process wait for no other
+    process. Nothing else that all processes run, such as `fetch` of an array that lies in several, may run beside a
+    gang's threads, unless it is shared too.
+
     Args:
       in_flight: the most programs that are launched and not finished, on all meshes together. 1: a program begins when
         the one before it has finished. 2: the devices find the next one in their queue.
@@ -65,7 +75,7 @@ class Gang(Scheduler):
     Raises:
       ArgumentError: `in_flight` is no positive integer.
 
-    Example:
+    Examples:
       >>> from shardc.api import function
       >>> from shardc.machine.mesh import make_mesh
       >>> gang = Gang(in_flight=2)

@@ -29,7 +29,15 @@ def planned_pipeline(request: PipelineRequest) -> PipelinePlan:
 
 
 class PipelinePlan(PlanFace, Drawn, MpmdPlan):
-    """A program placed on the stages of a pipeline, under one schedule. Needs no devices."""
+    """A program placed on the stages of a pipeline, under one schedule. Needs no devices.
+
+    It has what a `Plan` has, with figures of the rank or stage that takes most, and
+
+    Attributes:
+      stages: records with `number`, `rank`, `mesh`, `tasks`, and `plan`, that of the stage's own program.
+      schedule: the order of actions; prints as a grid.
+      squeezed: the ranks without memory for as many registers as the fastest call takes.
+    """
 
     @compat.face
     def with_schedule(self, schedule: Any) -> PipelinePlan:
@@ -68,7 +76,7 @@ class PipelinePlan(PlanFace, Drawn, MpmdPlan):
 
 
 class CompiledPipeline(CompiledCall[PipelineExecutable, "PipelinePlan"], Drawn):
-    """A compiled plan of a pipeline."""
+    """A compiled plan of a pipeline. It has what `Compiled` has, and the last call beside the planned one."""
 
     def __getattr__(self, name: str) -> NoReturn:
         lacks(self, name)

@@ -96,10 +96,13 @@ class PlanFace:
 
         Args:
           why: asks for one value: why it lies where it does, who makes and reads it with which boxings between, and
-            what the whole plan would cost if it lay elsewhere. Named by the path of an argument or result, by the
-            scopes and the primitive of the operation that makes it (`blocks_0/attn/q/dot_general`), the end or a part
-            of such a name, or a line (`model.py:41`); `*` matches any text. The placement is solved again up to three
-            times for each of the first three values that the name means; each stage that has it is solved for itself.
+            what the whole plan would cost if it lay elsewhere. Named by the path of an argument or result
+            (`params/blocks_0/attn/q/kernel`, `result 1`), by the scopes (flax modules, `jax.named_scope`) and the
+            primitive of the operation that makes it (`GPT2/blocks_0/attn/q/dot_general`, in a backward pass with
+            `backward/` in front), the end or a part of such a name, or a line (`model.py:41`); `*` matches any text. A
+            name of several values explains those that move most. The placement is solved again up to three times for
+            each of the first three, in a third to a half of the planning time; each stage that has it is solved for
+            itself.
           pins: adds what each pin costs against leaving its values AUTO, for each stage. Solves once for each.
           after: gives the program after this pass instead, as JAX prints it, of each stage if stages are cut;
             `python -m shardc passes` lists the passes.
@@ -142,7 +145,18 @@ class PlanFace:
 
 
 class Plan(PlanFace, SpmdPlan):
-    """A program placed on a mesh, its collectives, and what it costs. Needs no devices."""
+    """A program placed on a mesh, its collectives, and what it costs. Needs no devices.
+
+    Attributes:
+      program, mesh: what is placed, and on what.
+      gap: an upper bound on (cost - optimum) / optimum. 0.0: proved optimal. None: nothing is proved, as for a saved
+        plan under other costs.
+      unlimited: where memory decided, `.seconds` and `.peak` of the cheapest plan without the limit; else None.
+      recomputed: where memory decided, the recomputed values: `.count`, `.bytes` that they would take, `.seconds`,
+        `.sources`; None: nothing.
+      cheaper: the same for values of loops that are faster to recompute than to keep; `.bytes` does not count what is
+        kept instead.
+    """
 
     @cached_property
     def digest(self) -> str:
@@ -152,7 +166,8 @@ class Plan(PlanFace, SpmdPlan):
     def save(self, path: str | PathLike[str]) -> None:
         """Writes the plan as JSON: where every value lies, and what is boxed, the same text in every process.
 
-        `shardc.function(plan=path)` lowers it as it is, without a search; `shardc.load_plan(path)` reads it.
+        `shardc.function(plan=path)` lowers it as it is, without a search; `shardc.load_plan(path)` reads it. Numbers in
+        the program may change until then; its operations, shapes and mesh may not.
         """
         Path(path).write_text(to_json(record(self)), "utf-8")
 

@@ -2,19 +2,26 @@
 
 Python blocks run, and links lead somewhere. The blocks of one page run in order and share their names. A `text` block
 right after a Python block is what that one prints; `...` in it stands for anything. Where a `console` block begins with
-`$ python -m shardc`, what follows in it is what that command prints.
+`$ python -m shardc`, what follows in it is what that command prints. The API page is made of docstrings, whose examples
+run too.
 """
 
 from __future__ import annotations
 
 import contextlib
 import doctest
+import inspect
 import io
+import pkgutil
 import re
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
 
+import shardc
+import shardc.errors
 from shardc.__main__ import main
 
 ROOT = Path(__file__).parents[1]
@@ -23,13 +30,16 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").r
 BLOCK = re.compile(r"^```python\n(?P<code>.*?)^```\n(?:\s*^```text\n(?P<printed>.*?)^```\n)?", re.MULTILINE | re.DOTALL)
 COMMAND = re.compile(r"^```console\n\$ python -m shardc (?P<options>.*)\n(?P<printed>(?:(?!```).*\n)+)", re.MULTILINE)
 
+DOCUMENTED = re.findall(r"^::: (.*)$", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE)
+
 
 def page_id(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if BLOCK.search(p.read_text())], ids=page_id)
-def test_blocks_run_and_print_what_they_say(page: Path) -> None:
+def test_blocks_run_and_print_what_they_say(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # for what a page writes
     text, names = page.read_text(), {"__name__": "page"}
     for block in BLOCK.finditer(text):
         line = text[: block.start("code")].count("\n")
@@ -55,3 +65,21 @@ def test_commands_print_what_they_say(page: Path) -> None:
 def test_links_between_files_lead_somewhere(page: Path) -> None:
     links = re.findall(r"\]\((?!https?:)([^)#\s]+)(?:#[^)]*)?\)", page.read_text())
     assert not [link for link in links if not (page.parent / link).exists()]
+
+
+@pytest.mark.parametrize("name", DOCUMENTED)
+def test_examples_in_docstrings_of_the_api_page_run(name: str) -> None:
+    thing = pkgutil.resolve_name(name)
+    public = {name: getattr(shardc, name) for name in shardc.__all__}
+    names = {**vars(inspect.getmodule(thing) or shardc), **public, "jax": jax, "np": np}
+    runner, out = doctest.DocTestRunner(), io.StringIO()
+    for example in doctest.DocTestFinder(recurse=False).find(thing, name, globs=names):
+        runner.run(example, out=out.write)
+    assert not runner.failures, out.getvalue()
+
+
+def test_the_api_page_has_every_public_name() -> None:
+    described = {"AUTO", "B"}  # in a sentence, as they are no functions or classes
+    errors = {name for name in shardc.__all__ if getattr(shardc.errors, name, None) is not None}
+    names = {name.removeprefix("shardc.") for name in DOCUMENTED}
+    assert set(shardc.__all__) - names - described - errors == set()

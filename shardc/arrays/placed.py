@@ -31,7 +31,9 @@ class PlacedArray(jax.Array):
     """A logical array whose placement JAX cannot express: an uneven split or a partial sum.
 
     shardc functions use its pieces as they are. To every other reader it is a jax.Array of the logical shape and value,
-    a leaf of pytrees: each read assembles the value again, at the closest placement that JAX can express (`sharding`).
+    a leaf of pytrees for jnp, jit, grad, NumPy, optax, pickle and orbax; none sees padding. Each read assembles the
+    value again by a small program, at the closest placement that JAX can express (`sharding`: another dimension that
+    divides, else whole), and keeps nothing.
 
     Attributes:
       physical: the jax.Array that holds the pieces of all devices, with their padding.
@@ -180,7 +182,7 @@ class PlacedArray(jax.Array):
         return on_host(part)
 
     def to_jax(self) -> jax.Array:
-        """The logical value as a plain jax.Array, whole on every device."""
+        """The logical value as a plain jax.Array, whole on every device, to keep."""
         return self.read(NamedSharding(self.mesh, PartitionSpec()))
 
     def read(self, sharding: NamedSharding | None = None) -> jax.Array:

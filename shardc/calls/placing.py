@@ -116,7 +116,7 @@ def rows_here(shape: Sequence[int], mesh: Mesh, placement: Any) -> tuple[slice, 
       ArgumentError: the part does not lie in one piece of the array, or `mesh` is no mesh with devices.
       PlacementError: the mesh has no such axis.
 
-    Example:
+    Examples:
       >>> rows_here((8, 2), make_mesh(data=1), {"data": S(0)})
       (slice(0, 8, None), slice(0, 2, None))
     """
@@ -154,9 +154,9 @@ def fetch(tree: Any) -> Any:
       ArgumentError: arrays were donated to a call.
       DisagreementError: the call before this one was given values that differ between processes.
 
-    Example:
-      >>> fetch({"w": jax.numpy.arange(3), "name": "w"})
-      {'w': array([0, 1, 2], dtype=int32), 'name': 'w'}
+    Examples:
+      >>> fetch({"name": "w", "w": jax.numpy.arange(3)})
+      {'name': 'w', 'w': array([0, 1, 2], dtype=int32)}
     """
     settle_all()
     refuse_gone("shardc.fetch: arrays that are gone", ((path_text(path), x) for path, x in leaves_by_path(tree)))
@@ -167,6 +167,8 @@ def fetch(tree: Any) -> Any:
 @compat.face
 def constrain(x: T, placement: Any) -> T:
     """Pins a value inside a function: the identity, with a placement that the plan keeps.
+
+    JAX's `with_sharding_constraint` and `reshard` are pins too. Outside of shardc it has no effect.
 
     Args:
       x: an array, or a pytree of arrays that are all placed so.

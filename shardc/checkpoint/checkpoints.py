@@ -91,7 +91,7 @@ def checkpoints(
       CheckpointError: orbax is not installed (`pip install "shardc[checkpoints]"`). On entry: the directory cannot be
         written, or is not the same one for all processes.
 
-    Example:
+    Examples:
       >>> import tempfile
       >>> with checkpoints(tempfile.mkdtemp(), every=2) as saved:
       ...     state, start = saved.last(or_else={"w": jax.numpy.zeros(3)})

@@ -26,7 +26,7 @@ def trips(n: int) -> AbstractContextManager[Any]:
     Raises:
       ArgumentError: `n` is no positive integer.
 
-    Example:
+    Examples:
       >>> import jax
       >>> def doubled(x):
       ...     with trips(128):

@@ -170,7 +170,7 @@ def signature(
       PlacementError: the text is not in factor notation, or does not fit the shapes; `linear` names an operand that is
         not there; no such `reduce`; a call gives operands by name.
 
-    Example:
+    Examples:
       >>> import numpy as np
       >>> @signature("b d, d f -> b f", linear=(0, 1))
       ... def matmul(x, w):

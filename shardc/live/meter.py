@@ -72,7 +72,7 @@ def progress(  # noqa: PLR0913  # a public face
       ArgumentError: a number is no whole number in its range; the file cannot be written; tensorboardX is not
         installed. In a call: a result that is not one number; a name that a column has already.
 
-    Example:
+    Examples:
       >>> import sys
       >>> with progress(total=20, every=10) as p:
       ...     for i in range(20):

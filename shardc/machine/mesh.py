@@ -144,11 +144,12 @@ def make_mesh(
       topology: the machine to plan for without its devices; the result is an AbstractMesh. A name and, after a colon,
         the devices along each physical dimension, the fastest first: `"v5p:4x4x2"`, `"h100:8x16"` (NVLink, then
         network), `"v5e:16x16x2"` (two slices); or a file of `python -m shardc calibrate`, whose name ends in `.json`.
-        The last axis of the mesh lies along neighbours of the first dimension.
+        The last axis of the mesh lies along neighbours of the first dimension: put there what communicates most.
+        Known: `cpu`, `v4`, `v5e`, `v5p`, `v6e`, `h100`, `h200`, `b200`.
       calibration: such a file, to plan for the present devices with their measured figures.
-      hbm: memory of a device, as `"95GB"` or, from 10 kB on, in bytes; overrides the topology's. JAX has one mesh
-        object for equal axes over the same devices: `calibration` and `hbm` of the last call hold for functions that
-        are made after it.
+      hbm: memory of a device, as `"95GB"` or, from 10 kB on, in bytes; overrides the topology's, or that of known TPUs
+        and GPUs. JAX has one mesh object for equal axes over the same devices: `calibration` and `hbm` of the last call
+        hold for functions that are made after it.
       **axes: name and size of each axis, outermost first. One size may be -1: as many devices as there are.
 
     Returns:
@@ -158,7 +159,7 @@ def make_mesh(
       MeshError: axes are given as to `jax.make_mesh`; the mesh needs more devices than there are, or not the same
         number of each process; a size is not a positive integer; or there is no such topology or file.
 
-    Example:
+    Examples:
       >>> mesh = make_mesh(data=1, model=1)
       >>> dict(mesh.shape)
       {'data': 1, 'model': 1}

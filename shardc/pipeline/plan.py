@@ -115,7 +115,7 @@ class MpmdPlan:
 
     @property
     def network(self) -> Network:
-        """The actors and their channels, with registers."""
+        """The actors and their channels; a channel has `name`, `registers`, and the `bytes` of a message."""
         return self.built.network
 
     @property
@@ -194,7 +194,8 @@ class MpmdPlan:
 
     @cached_property
     def transfers(self) -> tuple[Transfer, ...]:
-        """The transfers from stage to stage, arguments that several stages use included."""
+        """The transfers from stage to stage, arguments that several stages use included: `source`, `target`, `bytes`,
+        `count`, `line`, `value`."""
         found: list[Transfer] = []
         for i, b in enumerate(self.in_borders):
             size, readers = _sent(b.aval, b.placement, b.mesh), (s for s in self.stages if i in s.program.arguments)
@@ -231,7 +232,8 @@ class MpmdPlan:
 
     @cached_property
     def memory(self) -> PipelineMemory:
-        """Bytes per device of each rank over the call. The totals are those of the fullest rank."""
+        """Bytes per device of each rank over the call: `.ranks`, each with `peak`, `peak_label` (the step at the peak),
+        `peak_parts`, `holdings`. The totals are those of the fullest rank."""
         return self.memory_with(None)
 
     def memory_with(self, working: Callable[[StageTask], int] | None) -> PipelineMemory:
@@ -269,7 +271,8 @@ class MpmdPlan:
         return link.latency, channel.bytes / link.bandwidth
 
     def simulate(self) -> Timeline:
-        """The call under virtual time: makespan, bubbles, registers in use."""
+        """The call under virtual time: `makespan`, `bubble`, `bubble_per_rank`, `busy`, `spans`, `peaks` (most
+        registers in use), `messages`."""
         return self._timeline
 
     @cached_property

@@ -70,8 +70,9 @@ def data_parallel(axis: str | Sequence[str], *, batch: str | Sequence[str] = ())
 
     Raises:
       ArgumentError: an axis is no text.
+      PlacementError: in a call, with what would be sent besides, and the line.
 
-    Example:
+    Examples:
       >>> data_parallel("data", batch=("x", "y"))
       data_parallel('data', batch=('x', 'y'))
     """

@@ -190,7 +190,7 @@ class PlacedProgram:
 
     @cached_property
     def gathered(self) -> tuple[Gathered, ...]:
-        """Operations that are replicated, because they have no sharding rule."""
+        """Operations that are replicated, because they have no sharding rule: `primitive`, `count`, `sources`."""
         found: dict[str, list[str]] = {}
         for eqn in self.without_rule:
             found.setdefault(eqn.primitive.name, []).append(compat.source_line(eqn))
@@ -198,7 +198,8 @@ class PlacedProgram:
 
     @cached_property
     def found(self) -> tuple[FoundSignatures, ...]:
-        """Operations without a sharding rule that are split by automatically found signatures."""
+        """Operations without a sharding rule that are split by signatures that were found: also `how`, the
+        justification, and `rule`, to paste."""
         uses: dict[tuple[str, str, str], list[str]] = {}
         for eqn in all_eqns(self.boxed.jaxpr):
             if (found := found_of(eqn)) is not None:

@@ -50,7 +50,7 @@ def show(x: Any, device: int | Mapping[str, int] | None = None) -> str:
     Raises:
       ArgumentError: no such device holds a part of any of the arrays.
 
-    Example:
+    Examples:
       >>> mesh = jax.make_mesh((1,), ("data",))
       >>> print(show(jax.device_put(np.zeros((4, 2), "int8"), NamedSharding(mesh, jax.P("data"))), device=0))
       i8[4,2] at {data: S(0)} on data=1: a device holds [4,2], 8 bytes

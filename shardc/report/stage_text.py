@@ -55,7 +55,7 @@ def stems(homes: Mapping[str, int]) -> dict[int, list[str]]:
     Args:
       homes: for each path, names joined by `/`, the stage where it lives.
 
-    Example:
+    Examples:
       >>> stems({"l/0/w": 0, "l/0/b": 0, "l/1/w": 1, "head": 1})
       {0: ['l/0'], 1: ['l/1', 'head']}
     """

@@ -178,7 +178,7 @@ class Actor(Generic[T]):
       step: the next step; None when all rounds are done.
       rounds: the rounds to run.
 
-    Example:
+    Examples:
       >>> net = Network(((Step("give", (), ((0, "x"),)),), (Step("take", ((0, "x"),)),)), (Channel("c", 0, 1, 1),))
       >>> actor = Actor(net, 1, free=None)
       >>> actor.ready()

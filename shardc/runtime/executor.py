@@ -73,7 +73,7 @@ class Executor:
     Raises:
       PipelineError: the network deadlocks, a label has no task, or an actor of another process has no port.
 
-    Example:
+    Examples:
       >>> from shardc.runtime.actor import Step
       >>> net = Network(((Step("make", (), ((0, 0),)),), (Step("show", ((0, 0),)),)), (Channel("c", 0, 1, 1),))
       >>> seen = []

@@ -184,7 +184,10 @@ class Scheduler:
             return made
 
     def turn(self, client: Client, seconds: float | None = None, members: Sequence[int] = ()) -> Turn:
-        """The next turn of a client: `with gang.turn(client, seconds): launch()`.
+        """The next turn of a client, for what `share` does not wrap: `with gang.turn(client) as turn: out = launch()`.
+
+        The program has finished when the block ends, or, after `turn.launched(wait)`, when `wait()` returns, which
+        another thread calls.
 
         Args:
           client: of this gang.

@@ -79,7 +79,7 @@ def discover(
     Returns:
       A `Discovery`; printed, it is the `@shardc.signature(...)` to paste.
 
-    Example:
+    Examples:
       >>> import numpy as np
       >>> print(discover(lambda x, w: x @ w, np.ones((4, 6)), np.ones((6, 2))).text)
       a b, b c -> a c

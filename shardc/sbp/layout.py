@@ -49,7 +49,7 @@ def plain_placement(shape: Sequence[int], placement: Placement, sizes: AxisSizes
     """The placement closest to `placement` that a jax.Array can have. An axis that leaves padding, or a partial value,
     splits the largest other dimension that it divides, or none.
 
-    Example:
+    Examples:
       >>> str(plain_placement((13, 8), Placement({"data": S(0)}), {"data": 4}))
       '{data: S(1)}'
     """

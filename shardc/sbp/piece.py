@@ -210,7 +210,7 @@ def _shifts(
 def _repeats(keys: Positions) -> Positions:
     """How often each key came before.
 
-    Example:
+    Examples:
       >>> _repeats(np.asarray([7, 3, 7, 7])).tolist()
       [0, 0, 1, 2]
     """

@@ -97,7 +97,7 @@ class Placement(Mapping[str, SBP]):
     Immutable and hashable. Where several axes split one dimension, the order in which they are written is the order in
     which they cut: `{a: S(0), b: S(0)}` cuts dimension 0 in pieces along `a`, and each piece along `b`.
 
-    Example:
+    Examples:
       >>> p = Placement({"data": S(0), "model": P("sum")})
       >>> str(p)
       '{data: S(0), model: P(sum)}'
@@ -295,7 +295,7 @@ def block_sizes(size: int, counts: Sequence[int]) -> tuple[int, ...]:
     An axis of n devices cuts a block of k elements into pieces of ceil(k/n): the first pieces are full, then one may be
     partly valid and the rest empty, so the valid elements are a prefix of every piece.
 
-    Example:
+    Examples:
       >>> block_sizes(13, (2, 4))
       (13, 7, 2)
     """
@@ -309,7 +309,7 @@ def block_sizes(size: int, counts: Sequence[int]) -> tuple[int, ...]:
 def extents(size: int, counts: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
     """Offset and number of valid elements of each piece of a dimension that axes of `counts` devices split, in order.
 
-    Example:
+    Examples:
       >>> extents(5, (2, 2))
       ((0, 2), (2, 1), (3, 2), (5, 0))
     """

@@ -276,7 +276,7 @@ class Rule:
 def shared_by(sizes: Mapping[str, int], counts: Mapping[str, int]) -> float:
     """How many devices share the work if `counts` devices split each factor: 8 rows on 32 devices keep 8 of them busy.
 
-    Example:
+    Examples:
       >>> shared_by({"b": 8, "d": 6}, {"b": 32, "d": 4})
       24.0
     """
@@ -355,7 +355,7 @@ def passes(
 def linear(count: int, *groups: Sequence[int]) -> tuple[Partials, ...]:
     """Partials of an operation of `count` operands that is jointly linear in each of the groups of operands.
 
-    Example:
+    Examples:
       >>> linear(2, (0,), (1,))  # a product: linear in each
       ((('sum', None), 'sum'), ((None, 'sum'), 'sum'))
     """
@@ -432,7 +432,7 @@ def _legal(s: Signature, op: Operation) -> bool:
 def parse_factors(text: str) -> tuple[tuple[Factors, ...], tuple[Factors, ...]]:
     """Operand and result factors from `"b s d, d f -> b s f"`; `_` is a dimension that is never split.
 
-    Example:
+    Examples:
       >>> parse_factors("b s d, d f -> b s f")
       ((('b', 's', 'd'), ('d', 'f')), (('b', 's', 'f'),))
     """

@@ -72,7 +72,7 @@ def _shape(machine: Topology, devices: int) -> tuple[int, ...]:
 def factorizations(n: int, parts: int) -> Iterator[tuple[int, ...]]:
     """All ways to write `n` as an ordered product of `parts` numbers.
 
-    Example:
+    Examples:
       >>> list(factorizations(4, 2))
       [(4, 1), (2, 2), (1, 4)]
     """

@@ -100,12 +100,12 @@ def tune(  # noqa: PLR0913  # a public face
       ArgumentError, PlacementError, TracingError: as for `shardc.function`.
       PipelineError: `pipe` asks for pipelines of a function that cannot be one, or there is no such schedule.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp
       >>> x = jax.ShapeDtypeStruct((4096, 512), jnp.float32)
       >>> found = tune(lambda x: jnp.tanh(x @ x.T).sum(), x, devices=4, topology="v5p", tries=4)
-      >>> len(found.candidates), found.best.plan.mesh.size
-      (4, 4)
+      >>> found.best.fits, found.best.plan.mesh.size
+      (True, 4)
     """
     if tries < 1:
         raise ArgumentError(f"tune: tries={tries}; it has to be 1 or more.")

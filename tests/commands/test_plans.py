@@ -9,7 +9,6 @@ import pytest
 import shardc
 from shardc.__main__ import main
 from shardc.__main__ import shardc as shardc_command
-from shardc.plans import PlanFace
 from tests.commands.test_source import MLP, SCRIPTS
 
 ROOT = Path(__file__).parents[2]
@@ -112,11 +111,11 @@ def test_saved_plans(run, refused, tmp_path):
     assert "a saved plan is for one: name it" in refused("plan", FLOW, "--save", one)
 
 
-def test_report(run, monkeypatch, tmp_path):
-    monkeypatch.setattr(PlanFace, "report", lambda self, path: Path(path).write_text(repr(self)), raising=False)
+@pytest.mark.parametrize("source", [MLP, PIPELINE, MODULES, FLOW])
+def test_report(run, tmp_path, source):
     page = tmp_path / "plan.html"
-    assert run("report", MLP, "--save", page) == f"{page}\n"
-    assert page.read_text().startswith("Plan(step on data=4, model=2")
+    assert run("report", source, "--save", page) == f"{page}\n"
+    assert page.read_text().startswith("<!doctype html>")
 
 
 @pytest.mark.parametrize("source", [MLP, PIPELINE, MODULES, f"{FLOW}:Learner.update"])

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from examples import bert, dlrm, gpt2, llama, mixer, mlp, moe, ppo, resnet, t5, unet, vit
-from examples.generate import generate
+from examples.generate import PIECES, continuations, generate, pieces_of
 from examples.zoo import MODELS
 
 pytestmark = pytest.mark.usefixtures("compiled_fast")
@@ -169,6 +169,21 @@ def test_text_is_generated_past_the_window():
     text = write(TINY_TEXT.seq, b"import ", length=TINY_TEXT.seq)
     assert len(text) == TINY_TEXT.seq
     assert text == write(TINY_TEXT.seq, b"import ", length=TINY_TEXT.seq)
+
+
+def test_text_is_made_of_pieces_that_are_known():
+    known = pieces_of(b"for for_each in  (a, b)  in", times=1)
+    texts = b"fo", b"for", b"x for", b" "
+    after = {text: bytes(np.flatnonzero(continuations(text, known)).tolist()) for text in texts}
+    assert after[b"fo"] == b"r"  # and nothing that would leave half a word
+    assert after[b"for"] == after[b"x for"] == b" (),_"
+    assert set(after[b" "]) == set(b" (),_abefi")
+    assert continuations(b"q", known).all()  # a prompt that is unknown itself
+
+    params, _ = start_and_step(gpt2)[0]
+    logits_of = lambda p, tokens: gpt2.GPT2(TINY_TEXT).apply({"params": p}, tokens)  # noqa: E731
+    text = b"for" + generate(logits_of, params, TINY_TEXT.seq, b"for", 40, known)
+    assert all(piece in known for piece in PIECES.findall(text))
 
 
 def test_llama_turns_pairs_by_their_distance():

@@ -53,7 +53,7 @@ class FoundCollective:
 
 @dataclass(frozen=True, slots=True)
 class Audit:
-    """The result of an audit. It is ok if there are no surprises.
+    """The result of an audit. It is ok if there are no surprises; printed, it says so in a line, or lists them.
 
     Attributes:
       planned, found: all that was compared.
@@ -74,6 +74,7 @@ class Audit:
 
     @property
     def ok(self) -> bool:
+        """Whether the compiled program sends nothing that is not in the plan."""
         return not self.surprises
 
     def __str__(self) -> str:

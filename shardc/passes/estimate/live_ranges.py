@@ -122,7 +122,7 @@ def live_ranges(jaxpr: Jaxpr, ties: Mapping[int, int] = MappingProxyType({}), ba
     Returns:
       About one entry for each value that is materialized.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp
       >>> def f(x, w):
       ...     return jnp.tanh(x @ w + 1.0) @ w

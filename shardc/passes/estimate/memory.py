@@ -49,6 +49,7 @@ class Memory:
 
     @property
     def peak(self) -> int:
+        """The most at one time, as XLA allots it."""
         return self.arguments + self.temporaries
 
 

@@ -76,6 +76,7 @@ class Time:
 
     @property
     def computing(self) -> float:
+        """`compute` and `memory`."""
         return self.compute + self.memory
 
     @property
@@ -85,6 +86,7 @@ class Time:
 
     @property
     def total(self) -> float:
+        """All of it, what overlaps counted once."""
         return self.computing + self.moving - self.overlapped + self.launch + self.wait + self.host
 
     def __add__(self, other: Time) -> Time:

@@ -42,6 +42,8 @@ def accumulate(
 ) -> Callable[..., Any]:
     """Runs `fn` over microbatches of its batch arguments, one after the other.
 
+    Microbatch j of m is the rows j, j+m, j+2m, ..., so that the parts of a split batch lie where the batch lies.
+
     Writes of `fn` to nnx modules, optimizers, metrics and random streams among its arguments are visible in the next
     microbatch, and afterwards, as in a loop over the microbatches (`import shardc.flax`).
 
@@ -68,7 +70,7 @@ def accumulate(
       ArgumentError: m does not divide a batch, a result has no clear reduction, or a carried result is not like its
         argument.
 
-    Example:
+    Examples:
       >>> import numpy as np
       >>> f = accumulate(lambda w, x: ((w * x) ** 2).mean(), microbatches=2)
       >>> float(f(2.0, np.arange(4.0)))
@@ -79,6 +81,19 @@ def accumulate(
       >>> seen, total = counted(1, np.ones(4))
       >>> int(seen), float(total)
       (5, 4.0)
+
+      A gradient with an auxiliary result, whose parts are reduced in different ways, and a random key:
+
+      >>> def loss_of(w, mean, x, key):
+      ...     x = x * jax.random.bernoulli(key, 0.9, x.shape)
+      ...     return ((x @ w) ** 2).mean(), (0.9 * mean + 0.1 * x.mean(0), {"largest": x.max()})
+      >>> run = accumulate(
+      ...     jax.value_and_grad(loss_of, has_aux=True), microbatches=4, in_axes={"x": 0}, keys="key",
+      ...     reduce=((None, ("carry:mean", "stack")), None),
+      ... )
+      >>> (loss, (mean, more)), grads = run(np.ones((8, 2)), np.zeros(8), np.ones((16, 8)), jax.random.key(0))
+      >>> grads.shape, mean.shape, more["largest"].shape
+      ((8, 2), (8,), (4,))
     """
     if isinstance(microbatches, bool) or not isinstance(microbatches, int | np.integer) or microbatches < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ArgumentError(f"accumulate: microbatches={microbatches!r}; it has to be a whole number of 1 or more.")

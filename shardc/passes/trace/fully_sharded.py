@@ -91,7 +91,7 @@ def fsdp(
     Raises:
       ArgumentError: `min_size` is negative, or no axis is named, or with something else than text.
 
-    Example:
+    Examples:
       >>> fsdp("data", beside={"model": S(-1)})
       fsdp('data', beside={'model': S(-1)})
     """

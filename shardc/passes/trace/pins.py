@@ -55,7 +55,7 @@ def rules(patterns: Mapping[str, Any], *, optional: str | Collection[str] = ()) 
     Raises:
       PlacementError: `optional` names what is none of the patterns; `patterns` is no dict.
 
-    Example:
+    Examples:
       >>> str(rules({"*/up/kernel": {"model": S(1)}, "*": {}}))
       "rules({'*/up/kernel': {model: S(1)}, '*': {}})"
     """

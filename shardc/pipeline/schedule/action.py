@@ -14,7 +14,7 @@ _ACTION: Final = re.compile(r"(\d{1,6})([FBIW])(\d{1,6})")
 class Action(NamedTuple):
     """One task of one stage on one microbatch. Prints as it parses.
 
-    Example:
+    Examples:
       >>> str(Action(2, "F", 0)), Action.parse("2F0")
       ('2F0', Action(stage=2, kind='F', microbatch=0))
     """

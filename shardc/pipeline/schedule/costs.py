@@ -20,7 +20,7 @@ class StageCosts:
     Args:
       stages: one triple (F, B, W) for all stages, or one for each stage.
 
-    Example:
+    Examples:
       >>> costs = StageCosts.read((1, 2, 0.5))
       >>> costs(Action(3, "F", 0)), costs(Action(3, "I", 0)), costs(Action(3, "B", 0))
       (1.0, 2.0, 2.5)

@@ -36,7 +36,7 @@ def network(
     Raises:
       PipelineError: an unknown kind of channel, or a sequence without one entry for each stage.
 
-    Example:
+    Examples:
       >>> schedule = Schedule.parse("0F0 0B0\\n1F0 1B0")
       >>> net = network(schedule, registers={"stash": [2, 1]})
       >>> [(c.name, c.registers) for c in net.channels]

@@ -44,7 +44,7 @@ def make_schedule(
       PipelineError: an unknown name, a method that does not support these numbers, an invalid schedule (with all its
         faults), or a schedule for other numbers.
 
-    Example:
+    Examples:
       >>> print(make_schedule("1f1b", 2, 3))
       1f1b
       rank 0 | 0F0 0F1     0B0 0F2 0B1     0B2
