@@ -46,13 +46,13 @@ from shardc.passes.recompute.sink_constants import sink_constants
 from shardc.passes.trace.canonicalize import EVERY
 from shardc.passes.trace.chunk_scans import Chunks, scans_of, split_scans
 from shardc.passes.trace.constants import key_of, key_of_static
-from shardc.passes.trace.pins import Pins, code_text, is_leaf_spec, says_names, wrong_constraints
+from shardc.passes.trace.pins import Pins, code_text, is_leaf_spec, matcher, says_names, wrong_constraints
 from shardc.passes.trace.trace import Arguments, Call, is_array, settings, trace, where_of
 from shardc.pipeline.options import Pipeline, PipelineRequest
 from shardc.plan.data_parallel import DataParallel, sent_besides
 from shardc.plan.forbid import Forbid, forbid_text, read_forbid
 from shardc.plan.make import DoesNotFit, make_plan
-from shardc.plan.request import Argument, ArgumentsTree, Request
+from shardc.plan.request import Argument, ArgumentsTree, Offload, Request
 from shardc.plan.saved_plan import SavedPlan, load_plan
 from shardc.plans import MemoryLimitError, Plan, lacks
 from shardc.report.plan_warnings import warnings_of
@@ -77,6 +77,7 @@ class Options:
       saved: a plan to lower as it is.
       replicate: primitives without a rule for which no signatures are looked for.
       forbid: what may not move.
+      offload: what may live in the memory of the hosts: "never", "auto", or patterns of paths of arguments.
     """
 
     in_placements: Any = AUTO
@@ -87,6 +88,7 @@ class Options:
     saved: SavedPlan | None = None
     replicate: tuple[str, ...] = ()
     forbid: Forbid = ()
+    offload: Offload = "never"
 
 
 class BoundFunction:
@@ -364,7 +366,8 @@ class Function:
         notes, tree, where = (*into.notes, *out.notes), ArgumentsTree(call.tree, tuple(dynamic)), self._arguments.where
         if self._ranks is None:
             request = Request(program, self._view, arguments, out.pins, notes, self._view.limit, where, tree)
-            request = replace(request, replicate=self._options.replicate)
+            request = replace(request, replicate=self._options.replicate, offload=self._options.offload)
+            self._refuse_idle_patterns(request)
             return arguments, self._plan_of_program(request)
         from shardc.pipelines import planned_pipeline
 
@@ -374,6 +377,19 @@ class Function:
             self._forbidden,
         )  # fmt: skip
         return arguments, planned_pipeline(asked)
+
+    def _refuse_idle_patterns(self, request: Request) -> None:
+        """Raises ArgumentError if a pattern of `offload=` matches no argument, or nothing is known of the hosts."""
+        paths, machine = request.program.in_paths, request.mesh.topology
+        wrong = [
+            f"the pattern {p!r} matches no argument.{did_you_mean(p.replace('*', '').strip('/'), paths)}"
+            for p in request.on_host
+            if not any(map(matcher(p).match, paths))
+        ]
+        if request.offload != "never" and not machine.host_bandwidth:
+            wrong.append(f'the topology {machine.kind} says nothing of its hosts; give it "host_bandwidth" (bytes/s).')
+        if wrong:
+            raise ArgumentError(all_offenders(f"{request.where}: offload={self._options.offload!r}:", wrong))
 
     def _plan_of_program(self, request: Request) -> Plan:
         """The plan of one program: a saved one lowered, or the cheapest that fits."""
@@ -526,6 +542,7 @@ def function(  # noqa: PLR0913  # a public face
     plan: str | PathLike[str] | SavedPlan | None = None,
     replicate: str | Sequence[str] = (),
     forbid: Forbid = (),
+    offload: str | Sequence[str] = "never",
     **unknown: Any,
 ) -> Any:
     """Makes a function of one device run on a mesh.
@@ -554,6 +571,10 @@ def function(  # noqa: PLR0913  # a public face
       forbid: what may not move: axes of the mesh, as `{"dcn"}`, over which nothing does, or a dict from an axis to the
         kinds of collectives that do not, as `{"model": "all_gather"}`. The plan is the best without; the compiled
         program is audited before it runs.
+      offload: what lives in the memory of the hosts (`pinned_host`): "never", nothing; "auto", donated arguments that
+        results replace and residuals of loops, where no plan fits the device's memory without, or only a slower one;
+        or patterns of paths of arguments, `["opt_state/*"]`, which live there in any case, as the results that replace
+        them. Not for pipelines.
 
     Returns:
       A `Function`: called like `fn`, with `.plan(...)` and `.compile(...)`.
@@ -580,6 +601,7 @@ def function(  # noqa: PLR0913  # a public face
     if pipeline is not None and not isinstance(pipeline, Pipeline):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ArgumentError(f'pipeline={pipeline!r} is no Pipeline; write pipeline=shardc.Pipeline(schedule="1f1b").')
 
+    on_host = _checked_offload(offload, pipeline)
     saved = plan if plan is None or isinstance(plan, SavedPlan) else load_plan(plan)
     names = "donate_argnames", "static_argnames", "replicate"
     _refuse_no_names(dict(zip(names, (donate_argnames, static_argnames, replicate), strict=True)))
@@ -595,13 +617,26 @@ def function(  # noqa: PLR0913  # a public face
         donate = (*_words(donate_argnames), *_names_at(donate_argnums, fn, "donate_argnums"))
         static = (*_words(static_argnames), *_names_at(static_argnums, fn, "static_argnums"))
         whole = tuple(_words(replicate))
-        options = Options(in_placements, out_placements, donate, static, pipeline, saved, whole, forbid)
+        options = Options(in_placements, out_placements, donate, static, pipeline, saved, whole, forbid, on_host)
         if (over := _mesh_to_use(mesh, options, fn)) is not None:
             return Function(fn, over, options)
         _checked_placements(Arguments(fn, static), options, None)
         return fn
 
     return decorate if fn is None else decorate(fn)
+
+
+def _checked_offload(offload: str | Sequence[str], pipeline: Pipeline | None) -> Offload:
+    found: Offload = "auto" if offload == "auto" else "never"
+    if offload not in ("never", "auto"):
+        found = tuple(offload) if isinstance(offload, list | tuple) else ()
+        if not found or not all(isinstance(p, str) for p in found):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ArgumentError(
+                f'offload={offload!r}: write "never", "auto", or a list of patterns of paths, ["opt_state/*"].'
+            )
+    if found != "never" and pipeline is not None:
+        raise PipelineError(f"offload={offload!r}: the stages of a pipeline keep all values on their devices.")
+    return found
 
 
 def is_one_device(mesh: AnyMesh | Unsaid | None, pipeline: Pipeline | None) -> bool:

@@ -150,6 +150,7 @@ def function(  # noqa: PLR0913  # a public face
     plan: str | PathLike[str] | SavedPlan | None = None,
     replicate: str | Sequence[str] = (),
     forbid: Forbid = (),
+    offload: str | Sequence[str] = "never",
     **unknown: Any,
 ) -> Any:
     """`shardc.function` for functions of equinox modules, as `equinox.filter_jit` is `jax.jit` for them.
@@ -163,8 +164,8 @@ def function(  # noqa: PLR0913  # a public face
       fn: the function.
       *unnamed: none; all else is given by name.
       mesh: as for `shardc.function`. With None the result is `fn` itself.
-      in_placements, out_placements, donate_argnames, static_argnames, pipeline, plan, replicate, forbid: as for
-        `shardc.function`.
+      in_placements, out_placements, donate_argnames, static_argnames, pipeline, plan, replicate, forbid, offload:
+        as for `shardc.function`.
 
     Returns:
       A `EquinoxFunction`: called like `fn`, with `.plan(...)` and `.compile(...)`.
@@ -181,7 +182,7 @@ def function(  # noqa: PLR0913  # a public face
         keywords = {
             "mesh": mesh, "in_placements": in_placements, "out_placements": out_placements,
             "donate_argnames": donate_argnames, "static_argnames": static_argnames, "pipeline": pipeline,
-            "plan": plan, "replicate": replicate, "forbid": forbid,
+            "plan": plan, "replicate": replicate, "forbid": forbid, "offload": offload,
         }  # fmt: skip
         made = EquinoxFunction(fn, keywords)
         return fn if api.is_one_device(mesh, pipeline) else made

@@ -293,6 +293,7 @@ def function(  # noqa: PLR0913  # a public face
     plan: str | PathLike[str] | SavedPlan | None = None,
     replicate: str | Sequence[str] = (),
     forbid: Forbid = (),
+    offload: str | Sequence[str] = "never",
     **unknown: Any,
 ) -> Any:
     """`shardc.function` for functions that write to nnx modules, as `nnx.jit` is `jax.jit` for them.
@@ -311,7 +312,7 @@ def function(  # noqa: PLR0913  # a public face
         metadata, as `placements` reads them; variables without metadata are AUTO.
       out_placements: placements of the result. The compiler chooses the placements of values that are written to a
         module; those of a donated module stay.
-      donate_argnames, static_argnames, pipeline, plan, replicate, forbid: as for `shardc.function`.
+      donate_argnames, static_argnames, pipeline, plan, replicate, forbid, offload: as for `shardc.function`.
 
     Returns:
       A `FlaxFunction`: called like `fn`, with `.plan(...)` and `.compile(...)`.
@@ -334,6 +335,7 @@ def function(  # noqa: PLR0913  # a public face
             "plan": plan,
             "replicate": replicate,
             "forbid": forbid,
+            "offload": offload,
         }
         made = FlaxFunction(fn, mesh, in_placements, keywords)
         return fn if api.is_one_device(mesh, pipeline) else made

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -23,6 +23,7 @@ from shardc.execute.at_work import line_if_long
 from shardc.execute.name_nan import name_first
 from shardc.execute.process_group import group_of_mesh
 from shardc.ir.host_callback import CALLBACKS, kept_text, raise_kept
+from shardc.ir.memory_move import MEMORY_KIND
 from shardc.ir.program import Program
 from shardc.ir.walk import all_eqns
 from shardc.machine.devices import is_far, processes_of
@@ -33,7 +34,7 @@ from shardc.passes.trace.trace import settings
 from shardc.plan.digest import digest_of
 from shardc.plan.plan import PlacedProgram
 from shardc.sbp.layout import bits_of, is_plain, physical_shape, physical_spec, to_logical
-from shardc.sbp.placement import local_shape
+from shardc.sbp.placement import Placement, local_shape
 
 
 def looks_for_nans() -> bool:
@@ -107,8 +108,8 @@ class Executable:
         self._plain_out = [is_plain(s, p, self._sizes) for s, p in zip(shapes_out, plan.outputs, strict=True)]
         self._shapes_in, self._shapes_out = shapes_in, shapes_out
         self._empty_out = [i for i, a in enumerate(plan.program.out_avals) if 0 in a.shape and plan.outputs[i].items_]
-        self.in_shardings = [NamedSharding(mesh, physical_spec(p)) for p in plan.inputs]
-        self._out_shardings = [NamedSharding(mesh, physical_spec(p)) for p in plan.outputs]
+        self.in_shardings = _shardings(mesh, plan.inputs, plan.host_inputs)
+        self._out_shardings = _shardings(mesh, plan.outputs, plan.host_outputs)
         # JAX gives each result the first donated buffer of its shape, and copies a result that gets another one's. So
         # the donated inputs and their results come first in the jitted function, in the same order.
         taken = plan.donations
@@ -152,7 +153,10 @@ class Executable:
             args = [lax.squeeze(x, (0,)) if partial else x for x, partial in zip(pieces, partial_in, strict=True)]
             results = low.run(plan.boxed.jaxpr, args)
             done: list[Any] = []
-            for x, p, aval in zip(results, plan.outputs, plan.program.out_avals, strict=True):
+            for k, (x, p, aval) in enumerate(zip(results, plan.outputs, plan.program.out_avals, strict=True)):
+                if k in plan.host_outputs:
+                    done.append(x)
+                    continue
                 x = low.hide_padding(jax.numpy.asarray(x, aval.dtype), tuple(aval.shape), p)
                 x = compat.as_aval(x, aval)
                 done.append(lax.expand_dims(x, (0,)) if p.partial_axes else x)
@@ -207,15 +211,23 @@ class Executable:
         if is_placed(x):
             if not self.lives_as_planned(i, x) or x.shape != self._shapes_in[i]:
                 raise OtherCallError(f"{x!r} does not fit the plan.")
-            return x.physical
+            return self._to_memory(i, x.physical)
         if self._plain_in[i]:
-            return x
+            return self._to_memory(i, x)
         if tuple(np.shape(x)) != tuple(self.plan.program.in_avals[i].shape):
             raise TypeError("not the call that was compiled")  # the caller then makes the call without the cache
         self._refuse_gone("arguments that are gone", {i: x})
         placed = put_leaf(x, self.mesh, self.plan.inputs[i])
         assert is_placed(placed)
-        return placed.physical
+        return self._to_memory(i, placed.physical)
+
+    def _to_memory(self, i: int, x: Any) -> Any:
+        """The array in the memory, of the device or of its host, where the plan has argument `i`."""
+        wanted = self.in_shardings[i]
+        if not isinstance(x, jax.Array) or not x.committed or x.sharding.memory_kind == wanted.memory_kind:
+            return x
+        with without_mesh():
+            return jax.device_put(x, wanted)
 
     def lives_as_planned(self, i: int, x: Any) -> bool:
         """Whether array `i` has the plan's placement, or none yet."""
@@ -223,7 +235,8 @@ class Executable:
             return x.placement == self.plan.inputs[i] and x.mesh == self.mesh
         if not self._plain_in[i] or not getattr(x, "committed", False):
             return True  # the call puts it there
-        return x.sharding.is_equivalent_to(self.in_shardings[i], x.ndim)
+        wanted = self.in_shardings[i]
+        return x.sharding.with_memory_kind(wanted.memory_kind).is_equivalent_to(wanted, x.ndim)
 
     def __call__(self, leaves: Sequence[Any]) -> list[Any]:
         """Run the plan.
@@ -242,7 +255,24 @@ class Executable:
         ]
         if wrong:
             raise OtherCallError(all_offenders(f"{plan.program.name}: not the call that was compiled:", wrong))
-        return self.launch([self.enter(i, x) for i, x in enumerate(leaves)])
+        args = [self.enter(i, x) for i, x in enumerate(leaves)]
+        self._drop_moved(leaves, args)
+        return self.launch(args)
+
+    def _drop_moved(self, leaves: Sequence[Any], args: Sequence[Any]) -> None:
+        """Delete donated arrays that were copied to another memory, so that they take no memory while the plan runs."""
+        times = Counter(map(id, leaves))
+        for i in () if looks_for_nans() else self._donated:
+            x = leaves[i] if i < len(leaves) else None
+            if (
+                isinstance(x, jax.Array)
+                and x.committed
+                and times[id(x)] == 1
+                and _memory_kind(x) != _memory_kind(args[i])
+            ):
+                _ = self.compiled  # a plan that cannot be compiled takes nothing
+                jax.block_until_ready(args[i])
+                x.delete()
 
     def launch(self, args: Sequence[Any]) -> list[Any]:
         """Run the plan on physical arrays."""
@@ -361,17 +391,19 @@ class Executable:
     def _run_and_look(self, args: Sequence[Any]) -> tuple[list[Any], str]:
         """The results, and a text if there is a NaN or an infinity in them, in all processes."""
         group = group_of_mesh(self.mesh)
-        if group is None:
+        if group is None and not self.plan.boxed.host:
             try:
                 return self._keeping(*args), ""
             except FloatingPointError as error:
                 return [], str(error)
-        # JAX's own check runs the collectives again, in those processes alone that hold the NaN
+        # JAX's own check runs the collectives again, in those processes alone that hold the NaN; and it runs a move
+        # between memories again and again
         with jax.debug_nans(False), jax.debug_infs(False):
             found = self._keeping(*args)
         kinds = [kind for kind, wanted in zip(("nan", "inf"), _looked_for(), strict=True) if wanted]
         here = next((k for k in kinds if any(map(functools.partial(_holds, k), found))), "")
-        said = group.gather(f"{self.plan.program.name}, looking for NaN", {"kind": here})
+        what = f"{self.plan.program.name}, looking for NaN"
+        said = [{"kind": here}] if group is None else group.gather(what, {"kind": here})
         kind = next((each["kind"] for each in said if each["kind"]), "")
         return found, f"invalid value ({kind}) encountered in {self.plan.program.name}" if kind else ""
 
@@ -435,6 +467,16 @@ def _holds(kind: str, x: jax.Array) -> bool:
         return False
     look = jax.numpy.isnan if kind == "nan" else jax.numpy.isinf
     return any(bool(look(shard.data).any()) for shard in x.addressable_shards)
+
+
+def _memory_kind(x: Any) -> str | None:
+    return (x.physical if is_placed(x) else x).sharding.memory_kind
+
+
+def _shardings(mesh: Mesh, placements: Sequence[Placement], on_host: Collection[int]) -> list[NamedSharding]:
+    specs = map(physical_spec, placements)
+    host = {True: MEMORY_KIND, False: None}
+    return [NamedSharding(mesh, spec, memory_kind=host[i in on_host]) for i, spec in enumerate(specs)]
 
 
 def _first(chosen: Iterable[int], count: int) -> list[int]:

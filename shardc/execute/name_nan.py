@@ -42,13 +42,16 @@ def name_first(plan: PlacedProgram, args: Sequence[Any], nans: bool, infs: bool)
 
 
 class _Watching(Lowering):
-    """Runs a program on whole values; a boxing is the identity."""
+    """Runs a program on whole values; boxings and moves to the host are the identity."""
 
     def __init__(self, plan: PlacedProgram, nans: bool, infs: bool) -> None:
         super().__init__(plan.boxed, plan.mesh)
         self.nans, self.infs = nans, infs
 
     def box(self, eqn: Eqn, x: Any) -> Any:
+        return x
+
+    def memory_move(self, eqn: Eqn, x: Any) -> Any:
         return x
 
     def operation(self, eqn: Eqn, operands: list[Any]) -> Sequence[Any]:

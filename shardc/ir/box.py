@@ -41,8 +41,10 @@ class Boxed:
       jaxpr: the program; `box` equations stand before their readers.
       placements: the placement of every variable, also in nested bodies.
       rules: known rules of operations, by equation.
+      host: the values that live in the memory of the host (`ir.memory_move`).
     """
 
     jaxpr: Jaxpr
     placements: Mapping[Var, Placement]
     rules: Mapping[Eqn, Rule] = field(default_factory=dict[Eqn, Rule])
+    host: frozenset[Var] = frozenset()

@@ -14,6 +14,11 @@ Sources of the figures, by the letter beside them:
       2.7 us between hosts.
   [M] Measured here: `python -m shardc calibrate` on fake devices of XLA:CPU; the sizes that XLA:TPU combines, from
       programs compiled ahead of time for v5p: 25 MiB were combined, 31.5 MiB were not (libtpu 0.0.50.1).
+  [H] Host links and host memory of a device. TPUs: 15 GB/s over PCIe in [B] (its question on v6e; taken for all); the
+      memory of Google Cloud's machine types of whole hosts (ct4p-hightpu-4t 407 GB, ct5lp-hightpu-4t 192,
+      ct5p-hightpu-4t 448, ct6e-standard-4t 720, tpu7x-standard-4t 960), shared by their devices. GPUs: PCIe of 16 lanes
+      one way, 32 GB/s in generation 4 and 64 in 5; 1 TB for 8 GPUs of 40 GB, 2 TB for others (DGX A100, H100, B200);
+      of GB200 and GB300 NVLink-C2C, 450 GB/s one way and 480 GB for two GPUs. The figures of the links are peaks.
   [X] Defaults of XLA:GPU's flags xla_gpu_all_reduce_combine_threshold_bytes and those of other kinds.
   [I] Google's page on TPU7x: half of 2307 TFLOP/s in bfloat16, of 7.38 TB/s and 192 GB for each device; links of 100
       GB/s one way; between the halves of a chip six times as much.
@@ -124,6 +129,8 @@ class Topology:
       backend: the compiler of XLA.
       product_share: the share of `flops` and `rates` that products reach.
       memory_share: the share of `memory_bandwidth` that programs reach. The bandwidths of fabrics are what is reached.
+      host_bandwidth: bytes/s one way between the device and the memory of its host; 0: unknown, nothing can live there.
+      host_memory: bytes of it for each device.
     """
 
     kind: str
@@ -143,6 +150,8 @@ class Topology:
     backend: BackendKind = "gpu"
     product_share: float = 1.0
     memory_share: float = 1.0
+    host_bandwidth: float = 0.0
+    host_memory: int = 0
 
     def fabric(self, dim: int) -> Fabric:
         return self.fabrics[min(dim, len(self.fabrics) - 1)]
@@ -257,9 +266,18 @@ _A100: Final = _Shares(links=320 / 450)
 _H100: Final = _Shares(links=320 / 450)  # [A]
 _B200: Final = _Shares(links=320 / 450)  # as H100 [G]
 
+_HOSTS: Final = {
+    "cpu": (2e9, 16), "v4": (1.5e10, 100), "v5e": (1.5e10, 48), "v5p": (1.5e10, 112), "v6e": (1.5e10, 180),
+    "tpu7x": (1.5e10, 120), "a100-40": (3.2e10, 128), "a100": (3.2e10, 256), "gb200": (2.25e11, 240),
+    "gb300": (2.25e11, 240),
+}  # fmt: skip
+"""[H] Bytes/s to the memory of a device's host, GB of it. A copy on fake CPU devices reads and writes one memory."""
+_HOST: Final = (6.4e10, 256)
+"""[H] Of other GPUs."""
+
 TOPOLOGIES: Final[Mapping[str, Topology]] = MappingProxyType(
     {
-        t.kind: t
+        t.kind: replace(t, host_bandwidth=link, host_memory=memory * GB)
         for t in (
             # [M] Fake devices of one host share its cores and memory: 8 devices on 2 cores.
             Topology("cpu", 1e10, 4e9, 4 * GB, 1e-4, (Fabric("switch", 6e8, 2e-7),), overlaps=False, cached=True,
@@ -278,6 +296,7 @@ TOPOLOGIES: Final[Mapping[str, Topology]] = MappingProxyType(
             _gpu("gb200", _Chip(2.25e15, 8e12, 186, _BLACKWELL), _B200, 9e11, 72, 5e10),
             _gpu("b200", _Chip(2.25e15, 8e12, 180, _BLACKWELL), _B200, 9e11, 8, 5e10),
         )
+        for link, memory in [_HOSTS.get(t.kind, _HOST)]
     }
 )  # fmt: skip
 
@@ -446,6 +465,7 @@ def topology_from_json(text: str, where: str = "The topology") -> Topology:
         raise MeshError(f'{where}: "shape" must be a list of positive whole numbers, not {shape!r}.')
     numbers = [_positive(data, name, where) for name in ("flops", "memory_bandwidth", "hbm")]
     launch = _positive(data, "launch", where, least=0.0)
+    host = [_positive({k: data.get(k, 0)}, k, where, least=0.0) for k in ("host_bandwidth", "host_memory")]
     overlaps, cached = data.get("overlaps", True), data.get("cached", False)
     for name, flag in {"overlaps": overlaps, "cached": cached}.items():
         if not isinstance(flag, bool):
@@ -459,6 +479,7 @@ def topology_from_json(text: str, where: str = "The topology") -> Topology:
         kind, numbers[0], numbers[1], int(numbers[2]), launch, read, _rates(data, where), tuple(cast(list[int], shape)),
         overlaps=overlaps, together=_rates(data, where, "together"), cached=cached,
         combined=_rates(data, where, "combined"), backend=backend, product_share=products, memory_share=memory,
+        host_bandwidth=host[0], host_memory=int(host[1]),
     )  # fmt: skip
 
 

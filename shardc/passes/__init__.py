@@ -162,6 +162,14 @@ PASSES: Final[tuple[Pass, ...]] = (
         "y = f x --> x' = box[src dst] x; y = f x'",
     ),
     Pass(
+        "offload",
+        f"{_RECOMPUTE}.offload",
+        "boxed program, values that live on the host",
+        "boxed program",
+        "m' = f m --> d = memory_move[device] m; e = f d; m' = memory_move[host] e",
+        of="one program",
+    ),
+    Pass(
         "split_tasks",
         f"{_CUT}.split_tasks",
         "the boxed program of a stage",

@@ -28,6 +28,7 @@ class Border:
       mesh: that of its stage.
       stage: 0 in a plan of one program.
       reuses: whether it is a result that takes the buffer of a donated argument, and its placement.
+      on_host: whether it lives in the memory of the host.
     """
 
     path: str
@@ -37,6 +38,7 @@ class Border:
     mesh: MeshView
     stage: int = 0
     reuses: bool = False
+    on_host: bool = False
 
     @property
     def bytes(self) -> int:

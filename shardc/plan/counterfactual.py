@@ -76,7 +76,7 @@ class Counterfactual:
 
     def _known_state(self) -> list[int]:
         """The choice of each node in the plan; where the plan does not tell, as for holds, the cheapest."""
-        boxed = self.plan.boxed
+        boxed = self.plan.all_on_device
         rows = rows_of(boxed.jaxpr.eqns, boxed.jaxpr.outvars, boxed.placements)
         ports = ports_in(self.problem, self.plan.inputs, rows)
         masks = {n: self._domains.of[n.number].choices_at(at) for n, at in ports.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Final
@@ -19,6 +20,7 @@ from shardc.passes.recompute.choose_residuals import choose_residuals
 from shardc.passes.recompute.recompute import Recomputation, RecomputeChoice, RecomputeOptions, recompute, recomputed
 from shardc.plan.borders import match_donated, may_replace, moves, pin_entries, problem_of
 from shardc.plan.forbid import avoided_seconds
+from shardc.plan.offload import most_freed, offloaded_within, with_named
 from shardc.plan.plan import SpmdPlan, Unlimited, copied
 from shardc.plan.request import Argument, Request
 from shardc.plan.rewrites import REWRITES, RewriteTrial
@@ -38,12 +40,14 @@ class DoesNotFit:
       limit: bytes that each device has.
       fitted: the search that came nearest to the limit.
       plan: the cheapest plan without the limit.
+      offloaded: a plan that fits because values live on the host, which `offload` does not allow.
     """
 
     request: Request
     limit: int
     fitted: LimitResult
     plan: SpmdPlan
+    offloaded: SpmdPlan | None = None
 
 
 def make_plan(request: Request) -> SpmdPlan | DoesNotFit:
@@ -179,21 +183,42 @@ class Placing:
 
     def within(self, limit: int) -> SpmdPlan | DoesNotFit:
         """A plan that takes at most `limit` bytes of each device; it may recompute values instead of keeping them."""
-        whole = _Within(self.search, limit)
+        whole, request = _Within(self.search, limit), self.search.request
         if whole.fits:
             return self.plan
-        plans, fitted = _all_within(whole, self.traced)
+        plans, fitted, missed = _all_within(whole, self.traced)
+        offloaded: list[SpmdPlan] = []
+        if request.offload == "auto" or (request.offload == "never" and not plans):
+            least = [s.plan_of(f.least) for s, f in fitted.items() if f.best is None]
+            offloaded = _all_offloaded(whole, [*(s.plan for s in missed), *least])
+        if request.offload == "auto":
+            plans += offloaded
         if plans:
             return self._instead(min(plans, key=_priced))
-        return DoesNotFit(self.search.request, limit, min(fitted, key=lambda f: f.least.peak), self.plan)
+        nearest = min(fitted.values(), key=lambda f: f.least.peak)
+        return DoesNotFit(request, limit, nearest, self.plan, min(offloaded, key=lambda p: p.seconds, default=None))
 
 
-def _all_within(whole: _Within, traced: Program) -> tuple[list[SpmdPlan], list[LimitResult]]:
-    """Plans that fit, of the program as it is and of programs that recompute values; and the searches' results where
-    none does at once."""
+def _all_offloaded(whole: _Within, plans: Sequence[SpmdPlan]) -> list[SpmdPlan]:
+    """Plans that fit because values live on the host, of plans that do not fit; if there are none, of a plan that fits
+    in as many bytes more as moving values of the cheapest plan frees."""
+    found = [offloaded_within(plan, whole.limit) for plan in plans]
+    if not any(found):
+        more = _Within(whole.search, whole.limit + most_freed(whole.plan))
+        fitted = more.fit()
+        found.append(offloaded_within(more.plan_of(fitted.best or fitted.least), whole.limit))
+    return [plan for plan in found if plan is not None]
+
+
+def _all_within(
+    whole: _Within, traced: Program
+) -> tuple[list[SpmdPlan], dict[_Within, LimitResult], list[_Within]]:  # fmt: skip
+    """Plans that fit, of the program as it is and of programs that recompute values; the searches' results where none
+    does at once; and the searches whose cheapest plan does not fit."""
     search, limit = whole.search, whole.limit
-    if whole.fitting.memory.least_arguments() > limit:  # then nothing fits, and the error says why
-        return [], [whole.fit()]
+    everything_on_device = search.request.offload == "never"
+    if everything_on_device and whole.fitting.memory.least_arguments() > limit:  # nothing fits; the error says why
+        return [], {whole: whole.fit()}, [whole]
     options = RecomputeOptions(search.plan.boxed, search.plan.profile(), search.mesh, search.backend)
     plans, fitted = list[SpmdPlan](), dict[_Within, LimitResult]()
 
@@ -205,6 +230,7 @@ def _all_within(whole: _Within, traced: Program) -> tuple[list[SpmdPlan], list[L
     if options.most < search.plan.memory.peak - limit and whole.may_fit:
         fit(whole)
     least_cost = whole.fitting.least_cost
+    missed = [whole]
     hopeless = plans and least_cost(limit + options.most) > (1 - GOOD_ENOUGH) * least_cost(limit)
     if not (hopeless or any(map(_near, plans))):
         missed, found = _recomputing(whole, options, traced)
@@ -215,7 +241,7 @@ def _all_within(whole: _Within, traced: Program) -> tuple[list[SpmdPlan], list[L
             better = s.may_fit and not any(_near(p) or (1 - GOOD_ENOUGH) * p.seconds <= s.plan.seconds for p in plans)
             if better or not plans:
                 fit(s)
-    return plans, list(fitted.values())
+    return plans, fitted, missed
 
 
 def _recomputing(whole: _Within, options: RecomputeOptions, traced: Program) -> tuple[list[_Within], list[SpmdPlan]]:
@@ -331,15 +357,16 @@ class _Search:
         return self.plan_of(placed, insert_boxing(self.placer.problem, placed, self.mesh))
 
     def plan_of(self, placed: Placed, boxed: Boxed) -> SpmdPlan:
-        problem = self.placer.problem
+        problem, on_host = self.placer.problem, self.request.on_host
         gap = max(placed.gap, relative_gap(placed.seconds, self.bound))
-        return SpmdPlan(
+        plan = SpmdPlan(
             self.program, self.mesh, boxed, tuple(placed.ports[n][-1] for n in problem.sources),
             tuple(placed.ports[n][0] for n in problem.sinks), self.ties, request=self.request,
             gap=gap if math.isfinite(gap) else None,
             recomputed=recomputed(boxed, self.mesh, self.backend, self.recomputation),
             cheaper=recomputed(boxed, self.mesh, self.backend, self.cheaper),
         )  # fmt: skip
+        return with_named(plan, on_host)
 
 
 @dataclass(frozen=True, eq=False)

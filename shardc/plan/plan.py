@@ -17,8 +17,8 @@ from shardc.ir.transfer import is_transfer
 from shardc.ir.walk import all_eqns
 from shardc.machine.mesh import MeshView
 from shardc.passes.estimate.backend import backend_of
-from shardc.passes.estimate.memory import Memory, Profile, profile_memory
-from shardc.passes.estimate.plan_cost import PlanCost, Time, plan_cost
+from shardc.passes.estimate.memory import Memory, Profile, profile_boxed
+from shardc.passes.estimate.plan_cost import HostMove, PlanCost, Time, plan_cost
 from shardc.passes.recompute.recompute import Recomputed
 from shardc.passes.trace.find_signatures import found_of
 from shardc.plan.borders import Border, may_replace
@@ -61,6 +61,21 @@ class Unlimited:
 
     seconds: float
     peak: int
+
+
+@dataclass(frozen=True)
+class Offloaded:
+    """The values of a plan that live on the host.
+
+    Attributes:
+      names: paths of arguments; `#2`: residual 2 of the loops.
+      before: the boxed program that has them on the device.
+      why: "offload= names it", or what moving them is for.
+    """
+
+    names: tuple[str, ...]
+    before: Boxed
+    why: str
 
 
 @dataclass(frozen=True)
@@ -138,10 +153,23 @@ class PlacedProgram:
 
     def profile(self) -> Profile:
         """Bytes that each device holds at each point of the program."""
-        return profile_memory(
-            self.boxed.jaxpr, self.boxed.placements, self.mesh.sizes, ties=self.donations,
-            backend=backend_of(self.mesh.topology.backend),
-        )  # fmt: skip
+        return profile_boxed(self.boxed, self.mesh.sizes, self.donations, backend_of(self.mesh.topology.backend))
+
+    @property
+    def host_moves(self) -> tuple[HostMove, ...]:
+        """Each planned move between a device's memory and its host's."""
+        return self.cost.host_moves
+
+    @cached_property
+    def host_inputs(self) -> frozenset[int]:
+        """The numbers of the inputs that live on the host."""
+        return frozenset(i for i, v in enumerate(self.boxed.jaxpr.invars) if v in self.boxed.host)
+
+    @cached_property
+    def host_outputs(self) -> frozenset[int]:
+        """The numbers of the results that live on the host."""
+        host = self.boxed.host
+        return frozenset(k for k, a in enumerate(self.boxed.jaxpr.outvars) if not compat.is_literal(a) and a in host)
 
     @property
     def donations(self) -> dict[int, int]:
@@ -189,6 +217,7 @@ class SpmdPlan(PlacedProgram):
       unlimited: the cheapest plan without the memory limit; None if the limit changed nothing.
       recomputed: values that are recomputed to save memory; `program` recomputes them. None: nothing.
       cheaper: values of loops that are recomputed because this takes less time than to keep them.
+      offloaded: values that live on the host; `boxed` moves them. None: nothing does.
       trials: the rewrites that were planned besides.
       uneven: the plan with uneven results, if it saves much.
     """
@@ -198,8 +227,14 @@ class SpmdPlan(PlacedProgram):
     unlimited: Unlimited | None = None
     recomputed: Recomputed | None = None
     cheaper: Recomputed | None = None
+    offloaded: Offloaded | None = None
     trials: tuple[RewriteTrial, ...] = ()
     uneven: UnevenResults | None = None
+
+    @property
+    def all_on_device(self) -> Boxed:
+        """The boxed program before values were moved to the host."""
+        return self.boxed if self.offloaded is None else self.offloaded.before
 
     @property
     def parts(self) -> tuple[tuple[int, SpmdPlan], ...]:
@@ -208,15 +243,26 @@ class SpmdPlan(PlacedProgram):
     @property
     def in_borders(self) -> list[Border]:
         values = zip(self.program.in_paths, self.program.in_avals, self.inputs, self.request.arguments, strict=True)
-        return [Border(path, aval, placement, known, self.mesh) for path, aval, placement, known in values]
+        return [
+            Border(path, aval, placement, known, self.mesh, on_host=i in self.host_inputs)
+            for i, (path, aval, placement, known) in enumerate(values)
+        ]
 
     @property
     def out_borders(self) -> list[Border]:
         program, pins = self.program, self.request.results
         values = zip(program.out_paths, program.out_avals, self.outputs, pins, self.ties, strict=True)
         return [
-            Border(path, aval, at, Argument(pin), self.mesh, reuses=tie is not None and self.inputs[tie] == at)
-            for path, aval, at, pin, tie in values
+            Border(
+                path,
+                aval,
+                at,
+                Argument(pin),
+                self.mesh,
+                reuses=tie is not None and self.inputs[tie] == at,
+                on_host=k in self.host_outputs,
+            )
+            for k, (path, aval, at, pin, tie) in enumerate(values)
         ]
 
     @property
@@ -229,7 +275,7 @@ class SpmdPlan(PlacedProgram):
         return self.request.arguments
 
 
-_BY_THE_PLANNER = frozenset(("box", "constrain", "sharding_constraint", "shard_map", *NESTED))
+_BY_THE_PLANNER = frozenset(("box", "constrain", "memory_move", "sharding_constraint", "shard_map", *NESTED))
 
 
 def copied(plan: object, kind: type[T], **findings: Any) -> T:

@@ -22,6 +22,7 @@ from shardc.passes.place.problem import Node, Problem
 from shardc.passes.recompute.recompute import choice_named, recompute, recomputed
 from shardc.plan.borders import match_donated, moves, pin_entries, problem_of
 from shardc.plan.digest import digests
+from shardc.plan.offload import with_names
 from shardc.plan.plan import SpmdPlan
 from shardc.plan.request import Argument, Request
 from shardc.plan.rewrites import rewritten
@@ -71,6 +72,7 @@ def replay(saved: SavedPlan, request: Request) -> SpmdPlan:
         tuple(p.placement for p in ends), tuple(ties), request=asked, gap=saved.gap,
         recomputed=recomputed(boxed, mesh, backend, recomputation), cheaper=recomputed(boxed, mesh, backend, cheaper),
     )  # fmt: skip
+    plan = with_names(plan, saved.offloaded, f"as in {saved.name}")
     if math.isclose(plan.seconds, saved.seconds, rel_tol=1e-9):
         return plan
     return replace(plan, gap=None)  # by another cost model, or from elsewhere, it may be as good: nothing is proved

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import jax
 
 from shardc.ir.program import Program
 from shardc.machine.mesh import MeshView
 from shardc.sbp.placement import Pin, Placement
+
+Offload: TypeAlias = Literal["never", "auto"] | tuple[str, ...]
+"""What may live in the memory of the hosts; a tuple has patterns of paths of arguments."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,7 @@ class Request:
       where: the function, for errors.
       tree: structure of the arguments of a call.
       replicate: primitives without a rule for which no signatures are looked for.
+      offload: what may live on the host: "never", "auto", or the arguments whose paths match these patterns.
     """
 
     program: Program
@@ -105,6 +109,12 @@ class Request:
     where: str = ""
     tree: ArgumentsTree | None = None
     replicate: tuple[str, ...] = ()
+    offload: Offload = "never"
+
+    @property
+    def on_host(self) -> tuple[str, ...]:
+        """The patterns of the arguments that live on the host in any case."""
+        return () if isinstance(self.offload, str) else self.offload
 
     def __post_init__(self) -> None:
         if idle := self.mesh.idle:

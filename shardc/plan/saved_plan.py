@@ -58,6 +58,7 @@ class SavedPlan:
       scans: the number of chunks of each kind of associative scan (`chunk_scans`).
       rows: of the operations (`shardc.plan.rows`); None if the borders alone were saved, as of a pipeline.
       name: the file's, or the function's.
+      offloaded: the values that live on the host (`Offloaded.names`).
     """
 
     function: str
@@ -76,6 +77,7 @@ class SavedPlan:
     scans: Sequence[tuple[str, int]]
     rows: Sequence[Row] | None
     name: str
+    offloaded: Sequence[str] = ()
 
     @cached_property
     def in_placements(self) -> dict[str, Any]:
@@ -101,7 +103,7 @@ class SavedPlan:
 
 def record(plan: SpmdPlan) -> SavedPlan:
     """The saved form of a plan."""
-    jaxpr, placements = plan.boxed.jaxpr, plan.boxed.placements
+    jaxpr, placements = plan.all_on_device.jaxpr, plan.all_on_device.placements
     entries = plan.program.jaxpr.eqns[: sum(map(moves, plan.arguments))]
     entered = {e.invars[0]: placements[e.outvars[0]] for e in entries}
     inputs = [entered.get(v, p) for v, p in zip(jaxpr.invars, plan.inputs, strict=True)]
@@ -112,6 +114,7 @@ def record(plan: SpmdPlan) -> SavedPlan:
         borders, pinned=tuple(path for path, a in pins if a.pin is not None) if borders.rewrites else (),
         recomputed=plan.recomputed.names if plan.recomputed else (),
         cheaper=plan.cheaper.names if plan.cheaper else (),
+        offloaded=plan.offloaded.names if plan.offloaded else (),
         rows=tuple(rows_of(jaxpr.eqns, jaxpr.outvars, placements)[len(entries) :]),
     )  # fmt: skip
 
@@ -140,6 +143,8 @@ _text: Final = partial(json.dumps, ensure_ascii=False, default=placement_word)
 def to_json(saved: SavedPlan) -> str:
     """The text of a file: the attributes in their order, a leaf or an operation to a line."""
     data = {f.name: getattr(saved, f.name) for f in fields(saved) if f.name != "name"}
+    if not saved.offloaded:
+        del data["offloaded"]  # files of plans without them are as they always were
     return "{\n" + ",\n".join(f' "{k}": {_lines(v)}' for k, v in {"shardc plan": FORMAT, **data}.items()) + "\n}\n"
 
 
@@ -162,7 +167,7 @@ def from_json(text: str, name: str) -> SavedPlan:
         data = parsed(text)
         made = data.pop("shardc plan")
         if made == FORMAT:
-            return typed(SavedPlan, {**data, "name": name}, {Placement: _placement})
+            return typed(SavedPlan, {"offloaded": [], **data, "name": name}, {Placement: _placement})
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         wrong = f"{name} is no plan that shardc saved, or was changed so that it is none: {error!r}."
         raise ArgumentError(wrong) from error

@@ -59,7 +59,7 @@ def check_found(plan: SpmdPlan, args: Sequence[Any], where: str) -> int:
 
 
 class _Checking(Lowering):
-    """Runs on whole values; a boxing is the identity."""
+    """Runs on whole values; boxings and moves to the host are the identity."""
 
     def __init__(self, plan: SpmdPlan, mesh: MeshView) -> None:
         super().__init__(plan.boxed, mesh)
@@ -68,6 +68,9 @@ class _Checking(Lowering):
         self._lock = threading.Lock()
 
     def box(self, eqn: Eqn, x: Any) -> Any:
+        return x
+
+    def memory_move(self, eqn: Eqn, x: Any) -> Any:
         return x
 
     def operation(self, eqn: Eqn, operands: list[Any]) -> Sequence[Any]:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from shardc import compat
 from shardc.ir.collective import Collective
 from shardc.ir.walk import all_eqns, short_aval
-from shardc.passes.estimate.plan_cost import Time
+from shardc.passes.estimate.plan_cost import HostMove, Time
 from shardc.passes.recompute.recompute import Recomputed
 from shardc.pipeline.plan import MpmdPlan, PlanView
 from shardc.plan.borders import Border
@@ -64,7 +64,7 @@ def sections_of(plan: PlanView, width: int | None = None) -> list[Section]:
         _head(plan, own), Section(WORDS), *own.stages,
         _borders("Arguments", "uses" * staged, plan.in_borders),
         _borders("Results", "makes" * staged, plan.out_borders),
-        *own.transfers, _moves(plan), totals(plan), *own.channels,
+        *own.transfers, _moves(plan), totals(plan), _host_memory(plan), *own.channels,
         _gathered(plan), _found(plan), _notes(plan), _memory(plan, own),
     ]  # fmt: skip
     return [s for s in found if s is not None]
@@ -140,6 +140,7 @@ def _time(time: Time) -> str:
     """One line with the parts of the time."""
     parts = [f"{seconds_text(time.compute)} computing", f"{seconds_text(time.memory)} reading and writing memory"]
     parts += [f"{seconds_text(s)} {kind}" for kind in COLLECTIVES if (s := getattr(time, kind))]
+    parts += [f"{seconds_text(time.host)} moving to and from host memory"] * bool(time.host)
     overlap = f"; {seconds_text(time.overlapped)} of the reductions overlap with computation" if time.overlapped else ""
     return f"Time: {', '.join(parts)}{overlap}."
 
@@ -176,10 +177,12 @@ def _borders(title: str, verb: str, borders: Sequence[Border]) -> Section:
     rows: list[tuple[Key, str, Border]] = []
     for b in borders:
         if not b.reuses:
-            placement = placement_text(b.placement) + ", padded" * b.is_padded
+            placement = placement_text(b.placement) + ", padded" * b.is_padded + ", on the host" * b.on_host
             rows.append(((short_aval(b.aval), placement, why_placed(b)), b.path or "result", b))
     head = f"{title}: {number_text(len(borders), 'array')}, "
-    head += f"each on the stage that {verb} it" if verb else f"{bytes_text(sum(b.bytes for b in borders))} per device"
+    on_device, on_host = (sum(b.bytes for b in borders if b.on_host is where) for where in (False, True))
+    head += f"each on the stage that {verb} it" if verb else f"{bytes_text(on_device)} per device"
+    head += f" and {bytes_text(on_host)} on the host" * bool(on_host)
     if len(rows) < len(borders):
         head += f"; {len(borders) - len(rows)} of them reuse the buffers and placements of donated arguments"
     if verb and rows:
@@ -255,6 +258,25 @@ def totals(plan: PlanView) -> Section | None:
         for axes, kind, count, size in sorted(sums, key=lambda row: -row[-1])
     ]
     return Section("Totals by axis and kind", ("over", "collective", ">times", ">bytes", ">share"), rows)
+
+
+def _host_memory(plan: PlanView) -> Section | None:
+    """A table of what lives on the host, and what moving it costs."""
+    if not isinstance(plan, SpmdPlan) or plan.offloaded is None:
+        return None
+    values: dict[tuple[str, str], list[HostMove]] = {}
+    for move in plan.host_moves:
+        values.setdefault((move.source, move.value), []).append(move)
+    cells: list[Sequence[str]] = []
+    for (value,), source, found in fold_leaves(((value,), source, ms) for (source, value), ms in values.items()):
+        moves = [m for ms in found for m in ms]
+        to = (sum(m.bytes for m in moves if m.to == where) for where in ("device", "host"))
+        cells.append((source, str(value), str(sum(m.count for m in moves)), *map(bytes_text, to)))
+    held = f"{bytes_text(plan.memory.host)} for each device, {plan.offloaded.why}"
+    moved = f"about {seconds_text(plan.time.host)} of moves a call, which are taken to overlap with nothing"
+    same = "; fake CPU devices share it, so that nothing is saved" * (plan.mesh.topology.kind == "cpu")
+    columns = ("what lives there", "type", ">moves", ">bytes to the device", ">to the host")
+    return Section(f"Host memory: {held}; {moved}{same}", columns, cells)
 
 
 # -- what was found, and notes

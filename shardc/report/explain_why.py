@@ -58,7 +58,7 @@ def why_sections(parts: Sequence[Counterfactual], pattern: str) -> list[Section]
 
 
 def _values(asked: Counterfactual) -> list[Named]:
-    return values_of(asked.plan.program, asked.problem, asked.plan.boxed)
+    return values_of(asked.plan.program, asked.problem, asked.plan.all_on_device)
 
 
 def _explained(asked: Counterfactual, found: Sequence[Named], pattern: str) -> Iterator[Section]:

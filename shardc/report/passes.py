@@ -38,7 +38,9 @@ def programs_after(plan: PlanView, name: str) -> str:
         found[""] = plan.pieces.program.passed
     for number, part in plan.parts:
         which = f"stage {number}" if isinstance(plan, MpmdPlan) else ""
-        found[which] = [*part.program.passed, ("insert_boxing", part.boxed.jaxpr)]
+        found[which] = [*part.program.passed, ("insert_boxing", part.all_on_device.jaxpr)]
+        if part.offloaded is not None:
+            found[which] = [*found[which], ("offload", part.boxed.jaxpr)]
     for stage in plan.stages if isinstance(plan, MpmdPlan) else ():
         for task in (stage.tasks.load, *stage.tasks.loop.values(), *stage.tasks.updates.values()):
             if task.plan is not None:

@@ -239,3 +239,23 @@ def test_a_third_tier_is_data(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("shardc.machine.topology.TOPOLOGIES", {**TOPOLOGIES, "racks": machine})
     with pytest.raises(MeshError, match=r"a switch joins at most 9 domains of racks; .* as in racks:8x9x2\."):
         make_mesh(topology="racks:8x18", a=144)
+
+
+def test_every_known_machine_has_a_host():
+    for machine in TOPOLOGIES.values():
+        assert 0 < machine.host_bandwidth < machine.memory_bandwidth
+        assert machine.host_memory > 0
+
+
+def test_a_file_may_say_nothing_of_hosts():
+    data = json.loads(TOPOLOGIES["h100"].to_json())
+    assert topology_from_json(json.dumps(data)).host_bandwidth == 6.4e10
+    del data["host_bandwidth"], data["host_memory"]
+    plain = topology_from_json(json.dumps(data))
+    assert plain.host_bandwidth == 0
+    with pytest.raises(MeshError, match="host_memory"):
+        topology_from_json(json.dumps({**data, "host_memory": "many"}))
+    mesh = make_mesh(topology=json.dumps(data), data=2)
+    step = shardc.function(lambda x: x + 1, mesh=mesh, offload="auto")
+    with pytest.raises(shardc.errors.ArgumentError, match='give it "host_bandwidth"'):
+        step.plan(np.ones(4))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 
 from shardc import compat
 from shardc.compat import Eqn, Jaxpr, Var
-from shardc.ir.nested import bodies_of
-from shardc.ir.walk import bytes_of, operation_of, setting_of
+from shardc.ir.box import Boxed
+from shardc.ir.nested import NESTED, bodies_of
+from shardc.ir.walk import all_eqns, bytes_of, local_bytes, operation_of, setting_of
 from shardc.passes.estimate.backend import GPU, TPU, Backend
 from shardc.passes.estimate.live_ranges import LiveRanges, Product, live_ranges
 from shardc.passes.estimate.sizes import allotted_bytes, piece_bytes, table_bytes
@@ -38,11 +39,13 @@ class Memory:
       results: of all, with those that replace donated arguments.
       temporaries: the most that is live at one time besides the arguments: results with memory of their own, and values
         between. `peak` is this and the arguments.
+      host: in the memory of the host, which counts nowhere else.
     """
 
     arguments: int
     results: int
     temporaries: int
+    host: int = 0
 
     @property
     def peak(self) -> int:
@@ -161,6 +164,22 @@ def profile_memory(
     table = POINTER * len(jaxpr.outvars)
     most = Memory(arguments, results, math.ceil(GAPS * int(between.max())) + table)
     return Profile(found, held, arguments + GAPS * between + table, most)
+
+
+def profile_boxed(boxed: Boxed, sizes: AxisSizes, ties: Mapping[int, int], backend: Backend) -> Profile:
+    """The profile of a boxed program of which some values may live on the host."""
+    found = profile_memory(boxed.jaxpr, boxed.placements, sizes, boxed.host, ties, backend)
+    if not boxed.host:
+        return found
+
+    stacks = {v for e in all_eqns(boxed.jaxpr) if e.primitive.name in NESTED for v in e.outvars}
+    whole = boxed.host & {*boxed.jaxpr.invars, *compat.variables(boxed.jaxpr.outvars), *stacks}  # rows are in stacks
+
+    def on_host(v: Var) -> int:
+        return local_bytes(v, boxed.placements[v], sizes) if v in whole else 0
+
+    held = int(found.live_ranges.live(on_host).max())
+    return replace(found, memory=replace(found.memory, host=held))
 
 
 def _besides(

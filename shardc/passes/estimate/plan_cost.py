@@ -20,6 +20,7 @@ from shardc.ir.box import Boxed, box_p, boxing_of
 from shardc.ir.collective import Collective, Moves
 from shardc.ir.constrain import pin_of
 from shardc.ir.host_callback import runs_once
+from shardc.ir.memory_move import MemorySpace, is_memory_move
 from shardc.ir.nested import NESTED, bodies_of, nested_bodies, trips_of
 from shardc.ir.transfer import is_transfer
 from shardc.ir.user_shard_map import is_unit, unit_body, unit_moves
@@ -58,6 +59,7 @@ class Time:
       launch: of a pipeline, the time by which its shortest tasks take longer than they compute, for the host to launch
         them.
       wait: of a pipeline, for other ranks and for their messages.
+      host: moving values to and from the memory of the host. It is taken to overlap with nothing.
     """
 
     compute: float = 0.0
@@ -70,6 +72,7 @@ class Time:
     overlapped: float = 0.0
     launch: float = 0.0
     wait: float = 0.0
+    host: float = 0.0
 
     @property
     def computing(self) -> float:
@@ -84,7 +87,7 @@ class Time:
     @property
     def total(self) -> float:
         """All of it, what overlaps counted once."""
-        return self.computing + self.moving - self.overlapped + self.launch + self.wait
+        return self.computing + self.moving - self.overlapped + self.launch + self.wait + self.host
 
     def __add__(self, other: Time) -> Time:
         return Time(*map(operator.add, self._parts(), other._parts()))
@@ -99,6 +102,25 @@ class Time:
 _PARTS: Final = operator.attrgetter(*(f.name for f in fields(Time)))
 
 
+@dataclass(frozen=True, slots=True)
+class HostMove:
+    """A move of a value between a device's memory and its host's.
+
+    Attributes:
+      to: "host" or "device".
+      value: dtype and logical shape of the value, as `f32[8,128]`.
+      bytes: moved per device in one call.
+      count: executions in one call.
+      source: the path of the argument, or the line of user code that made the value.
+    """
+
+    to: MemorySpace
+    value: str
+    bytes: int
+    count: int
+    source: str
+
+
 @dataclass(frozen=True)
 class PlanCost:
     """The cost of one call.
@@ -107,11 +129,13 @@ class PlanCost:
       collectives: in the order of the program.
       time: where the time goes.
       added: the sum of the seconds of single equations, as the search adds them up.
+      host_moves: in the order of the program.
     """
 
     collectives: tuple[Collective, ...]
     time: Time
     added: float
+    host_moves: tuple[HostMove, ...] = ()
 
 
 @dataclass(slots=True)
@@ -140,7 +164,12 @@ def plan_cost(boxed: Boxed, mesh: MeshView) -> PlanCost:
     """The cost of a boxed program."""
     found = _CostWalk(boxed, mesh)
     time = found.scope(boxed.jaxpr, 1, [True] * len(boxed.jaxpr.outvars))
-    return PlanCost(tuple(found.collectives), time, found.added)
+    return PlanCost(tuple(found.collectives), time, found.added, tuple(found.host_moves))
+
+
+def host_seconds(moved: int, mesh: MeshView) -> float:
+    """Seconds to move so many bytes between a device's memory and its host's."""
+    return moved / mesh.topology.host_bandwidth
 
 
 def instructions(boxed: Boxed, mesh: MeshView) -> Counter[CollectiveKind]:
@@ -221,6 +250,7 @@ class _CostWalk:
     def __init__(self, boxed: Boxed, mesh: MeshView, each: dict[Eqn, EquationCost] | None = None) -> None:
         self.boxed, self.mesh, self.placements, self.each = boxed, mesh, boxed.placements, each
         self.collectives: list[Collective] = []
+        self.host_moves: list[HostMove] = []
         self.added = 0.0
         self.held = _LocalBytes(boxed.placements, mesh.sizes)
         self.heavy: dict[Eqn, bool] = {}
@@ -322,7 +352,7 @@ class _CostWalk:
             if eqn.primitive.name in NESTED:
                 found = any(map(self.is_heavy, (e for body in bodies_of(eqn) for e in body.eqns)))
             else:
-                own = eqn.primitive is box_p or _is_same(eqn) or is_transfer(eqn)
+                own = eqn.primitive is box_p or _is_same(eqn) or is_transfer(eqn) or is_memory_move(eqn)
                 found = is_unit(eqn) or (not own and self.rule(eqn).is_heavy)
             self.heavy[eqn] = found
         return self.heavy[eqn]
@@ -330,7 +360,8 @@ class _CostWalk:
     def is_light(self, eqn: Eqn) -> bool:
         if eqn.primitive is box_p:
             return not any(s.is_collective for s in self.boxing(eqn).steps)
-        return eqn.primitive.name not in NESTED and not self.is_heavy(eqn) and not is_transfer(eqn)
+        alone = is_transfer(eqn) or is_memory_move(eqn)
+        return eqn.primitive.name not in NESTED and not self.is_heavy(eqn) and not alone
 
     def equation(self, eqn: Eqn, trips: int, late: Collection[Var]) -> Time:
         """The time of one execution, without the bytes of light operations."""
@@ -340,9 +371,20 @@ class _CostWalk:
             return self.take(self.price(eqn), eqn.params["source"], trips)
         if is_unit(eqn):
             return self.unit(unit_body(eqn), trips)
+        if is_memory_move(eqn):
+            return self.memory_move(eqn, trips)
         if _is_same(eqn) or is_transfer(eqn):
             return Time()
         return self.take(self.price(eqn), compat.source_line(eqn), trips)
+
+    def memory_move(self, eqn: Eqn, trips: int) -> Time:
+        """The time of one execution of a move between a device's memory and its host's."""
+        moved = self.held[eqn.outvars[0]]
+        seconds = host_seconds(moved, self.mesh)
+        self.added += seconds * trips
+        to, source, value = eqn.params["to"], eqn.params["source"], short_aval(eqn.outvars[0].aval)
+        self.host_moves.append(HostMove(to, value, moved * trips, trips, source))
+        return Time(host=seconds)
 
     def take(self, price: _Price, source: str, trips: int) -> Time:
         """Add the collectives and the added seconds of `trips` executions to the walk's totals. Returns the time of one
@@ -454,7 +496,7 @@ def _own_computing(eqn: Eqn, time: Time) -> float:
 
 
 _PARTICULAR: Final = frozenset((
-    "box", "constrain", "receive", "send", "shard_map", "sharding_constraint", *NESTED,
+    "box", "constrain", "memory_move", "receive", "send", "shard_map", "sharding_constraint", *NESTED,
 ))  # fmt: skip
 """Primitives that cost more than their rule says."""
 

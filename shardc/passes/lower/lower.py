@@ -1,6 +1,7 @@
 """Lowers a boxed program to the computation of one device on its pieces, inside shard_map.
 
-Each equation runs its rule's local piece, each `box` the steps of its path. Nothing else moves data.
+Each equation runs its rule's local piece, each `box` the steps of its path, each `memory_move` a copy between the
+memories of a device and its host. Nothing else moves data.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from shardc.compat import Atom, Eqn, Jaxpr, Var
 from shardc.ir.box import Boxed, box_p, boxing_of
 from shardc.ir.constrain import pin_of
 from shardc.ir.host_callback import run_once, runs_once
+from shardc.ir.memory_move import is_memory_move
 from shardc.ir.nested import REMAT, bodies_of, is_kept_apart, scan_of, while_of
 from shardc.ir.transfer import send_p
 from shardc.ir.user_shard_map import is_unit, run_unit
@@ -56,6 +58,8 @@ class Lowering:
             return [self.box(eqn, lax.optimization_barrier(operands)[0] if operands[1:] else operands[0])]
         if pin_of(eqn) is not None or eqn.primitive is send_p:
             return operands
+        if is_memory_move(eqn):
+            return [self.memory_move(eqn, operands[0])]
         nested = _NESTED.get(eqn.primitive.name)
         return nested(self, eqn, operands) if nested else self.operation(eqn, operands)
 
@@ -93,6 +97,12 @@ class Lowering:
         for step in steps:
             x = emit_step(step, x, shape, self.sizes, lax.axis_index)
         return x if keys is None else jax.random.wrap_key_data(x, impl=jax.random.key_impl(keys))
+
+    def memory_move(self, eqn: Eqn, x: Any) -> Any:
+        if eqn.params["to"] == "device":
+            return jax.device_put(x, jax.memory.Space.Device)
+        (v,) = eqn.outvars  # padding is hidden here, because nothing computes on the host
+        return jax.device_put(self.hide_padding(x, tuple(v.aval.shape), self.placement(v)), jax.memory.Space.Host)
 
     def hide_padding(self, x: Any, shape: tuple[int, ...], placement: Placement) -> Any:
         """Zeroes the padding of a result that leaves the program unevenly split."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from shardc import compat
 from shardc.compat import Var
@@ -13,7 +13,7 @@ from shardc.ir.walk import all_eqns
 from shardc.passes.place.memory_limit import LimitResult, Trial
 from shardc.plan.make import DoesNotFit
 from shardc.plan.request import Argument
-from shardc.report.tables import MOST, bytes_text, fold_leaves, number_text, placement_text
+from shardc.report.tables import MOST, bytes_text, fold_leaves, number_text, placement_text, seconds_text
 
 
 def memory_error_text(found: DoesNotFit) -> str:
@@ -33,7 +33,18 @@ def memory_error_text(found: DoesNotFit) -> str:
     else:
         text = f"The smallest plan found needs {bytes_text(least.peak)}. At its peak a device holds"
     head = f"{where}, mesh {mesh}: no plan was found that fits in {bytes_text(limit)} per device. {text}:"
-    return "\n".join([all_offenders(head, _groups(program, least, largest)), _fixes(program, arguments, fitted, alone)])
+    fixes = [_fixes(program, arguments, fitted, alone), *_with_offload(found)]
+    return "\n".join([all_offenders(head, _groups(program, least, largest)), *fixes])
+
+
+def _with_offload(found: DoesNotFit) -> Iterator[str]:
+    """A line about the plan that fits with values on the host, if that is not allowed and there is one."""
+    if (plan := found.offloaded) is not None and plan.offloaded is not None:
+        yield (
+            f'It fits with offload="auto": {number_text(len(plan.offloaded.names), "value")} in the memory of the '
+            f"host, {bytes_text(plan.memory.host)} for each device; about {seconds_text(plan.seconds)} a call, "
+            f"{seconds_text(plan.time.host)} of it to move them."
+        )
 
 
 def _groups(program: Program, least: Trial, largest: Sequence[tuple[Var, int]]) -> list[str]:
