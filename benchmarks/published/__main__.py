@@ -1,0 +1,61 @@
+"""Published training runs, planned as they were run, beside what they took.
+
+    python -m benchmarks.published [PREFIX ...] [--json FILE] [--read FILE] [--fit]
+
+Nothing runs, and no accelerator is needed. Each run is planned in a process of its own. benchmarks/published.md has the
+method and the results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from benchmarks.measure import fake_cpu
+from benchmarks.published.runs import Run, read
+from benchmarks.tables import Rows, start
+
+GIB = 2**30
+
+
+def cheap_first(runs: Sequence[Run]) -> list[Run]:
+    return sorted(runs, key=lambda run: len(run.stages) * (1 + run.microbatches / 100))
+
+
+def measure(runs: Sequence[Run], file: Path | None, known: Rows) -> Rows:
+    """Plans each run that is not known yet, and each configuration once: some were run with several releases."""
+    rows, every = list(known), {run.name: run for run in read()}
+    planned = {every[row["run"]].configuration: row for row in rows}
+    for run in cheap_first([run for run in runs if run.name not in {row["run"] for row in rows}]):
+        twin = planned.get(run.configuration)
+        own = {"run": run.name, "published": run.seconds, "published_memory": run.gib and run.gib * GIB}
+        found = [twin | own] if twin else start("benchmarks.published.plan_run", run.name, env=fake_cpu(1))
+        rows += found
+        planned |= {run.configuration: row for row in found}
+        if file:
+            file.write_text(json.dumps(rows, indent=1), encoding="utf-8")
+    return rows
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.published", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("runs", nargs="*", metavar="PREFIX", help="of the names of runs; default: all")
+    parser.add_argument("--json", type=Path, help="write the figures to this file, after each run")
+    parser.add_argument("--read", type=Path, help="print the tables of such a file; runs that it has are not planned")
+    parser.add_argument("--fit", action="store_true", help="fit shares of the machines' figures to the runs of --read")
+    options = parser.parse_args(argv)
+    known = json.loads(options.read.read_text(encoding="utf-8")) if options.read else []
+    chosen = [run for run in read() if not options.runs or run.name.startswith(tuple(options.runs))]
+    rows = known if options.read and not options.runs else measure(chosen, options.json, known)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
