@@ -18,6 +18,7 @@ from rich.console import Console
 
 from benchmarks.measure import fake_cpu
 from benchmarks.published.runs import Run, read
+from benchmarks.published.show import show_families, show_fit, show_order, show_runs
 from benchmarks.tables import Rows, start
 
 GIB = 2**30
@@ -36,7 +37,7 @@ def measure(runs: Sequence[Run], file: Path | None, known: Rows) -> Rows:
         own = {"run": run.name, "published": run.seconds, "published_memory": run.gib and run.gib * GIB}
         found = [twin | own] if twin else start("benchmarks.published.plan_run", run.name, env=fake_cpu(1))
         rows += found
-        planned |= {run.configuration: row for row in found}
+        planned |= dict.fromkeys([run.configuration], found[0]) if found else {}
         if file:
             file.write_text(json.dumps(rows, indent=1), encoding="utf-8")
     return rows
@@ -54,6 +55,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     known = json.loads(options.read.read_text(encoding="utf-8")) if options.read else []
     chosen = [run for run in read() if not options.runs or run.name.startswith(tuple(options.runs))]
     rows = known if options.read and not options.runs else measure(chosen, options.json, known)
+    console = Console() if sys.stdout.isatty() else Console(width=210)
+    show_runs(rows, console)
+    show_families(rows, console)
+    show_order(rows, console)
+    if options.fit:
+        show_fit(rows, console)
     return 0
 
 

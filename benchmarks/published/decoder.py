@@ -11,6 +11,7 @@ over `fsdp`, stages over `pipe`.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -133,8 +134,7 @@ def _narrow_forward(equation: str, dtype: str, x: Any, w: Any) -> Any:
 
 
 def _narrow_backward(equation: str, dtype: str, kept: Any, ct: Any) -> Any:
-    x, w = kept
-    (a, b), c = equation.split("->")[0].split(","), equation.split("->")[1]
+    (x, w), (a, b, c) = kept, re.split("->|,", equation)
     return narrow_dot(f"{c},{b}->{a}", dtype, ct, w), narrow_dot(f"{a},{c}->{b}", dtype, x, ct)
 
 

@@ -23,7 +23,8 @@ def mesh_of(run: Run, hbm: str | None) -> AnyMesh:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "machine.json"
         file.write_text(topology(run).to_json(), encoding="utf-8")
-        return shardc.make_mesh(topology=str(file), hbm=hbm, **run.mesh)
+        axes: Any = run.mesh
+        return shardc.make_mesh(topology=str(file), hbm=hbm, **axes)
 
 
 def pipeline_of(run: Run) -> shardc.Pipeline | None:

@@ -136,10 +136,10 @@ def run_of(row: Mapping[str, str]) -> Run:
         count("ffn"), count("heads"), count("kv_heads"), count("head_dim", count("hidden") // count("heads")),
         count("vocab"), count("seq"), row["gated"] == "1" or "llama" in row["model"], batch, microbatches,
         data, fsdp, tensor, pipe, count("vp"), TYPES[row["precision"]], row["recompute"],
-        row["sequence_parallel"] == "True" or (row["id"].startswith("nemo") and tensor > 1),
+        row["sequence_parallel"] == "True" or (row["id"].startswith(("nemo", "maxtext", "torchtitan")) and tensor > 1),
         row["attention"] != "unfused", 0.0, float(row["memory_gib"]) if row["memory_gib"] else None,
     )  # fmt: skip
     seconds = float(row["step_seconds"] or 0)
     if not seconds:
         seconds = run.model_flops / (devices * float(row["tflops_per_device"]) * 1e12)
-    return Run(**{**vars(run), "seconds": seconds})
+    return replace(run, seconds=seconds)

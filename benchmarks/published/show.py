@@ -1,0 +1,100 @@
+"""Tables of planned runs beside the published ones, and of the fit."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+
+from rich.console import Console
+
+from benchmarks.published.fit import MOST, Shares, grid, judge, order, seconds, summary
+from benchmarks.tables import Rows, new_table
+from shardc.sbp.cost import COLLECTIVES
+
+GIB = 2**30
+
+
+def by_family(rows: Rows) -> dict[str, Rows]:
+    return {name: [row for row in rows if row["family"] == name] for name in dict.fromkeys(r["family"] for r in rows)}
+
+
+def show_runs(rows: Rows, console: Console) -> None:
+    """Each run; what a part takes is given relative to the published time."""
+    table = new_table(
+        "Planned as published", "row", "mesh", "published s", "planned s", "ratio", "MFU", "planned", "compute",
+        "memory", "moved", "wait", "GiB", "planned", "CPU s",
+    )  # fmt: skip
+    for row in sorted(rows, key=lambda row: (row["family"], row["run"])):
+        took, parts = row["published"], row["parts"]
+        moved = sum(parts[kind] for kind in COLLECTIVES) - parts["overlapped"]
+        known = row["published_memory"]
+        table.add_row(
+            row["run"], row["mesh"], f"{took:.4g}", f"{row['planned']:.4g}", f"{row['planned'] / took:.2f}",
+            *(f"{row['model_flops'] / row['peak_flops'] / x:.0%}" for x in (took, row["planned"])),
+            *(f"{x / took:.2f}" for x in (parts["compute"], parts["memory"], moved, parts["wait"])),
+            f"{known / GIB:.1f}" if known else "-", f"{row['memory'] / GIB:.1f}", f"{row['planning']:.1f}",
+        )  # fmt: skip
+    console.print(table)
+
+
+def show_families(rows: Rows, console: Console) -> None:
+    table = new_table(
+        "Time by family, %", "row", "runs", "ratio", "median", "mean", "within 20", "worst", "CPU s", "most"
+    )
+    for name, some in [*by_family(rows).items(), ("all", rows)]:
+        missed = [abs(row["planned"] / row["published"] - 1) for row in some]
+        ratio = statistics.median(row["planned"] / row["published"] for row in some)
+        took = [row["planning"] for row in some]
+        table.add_row(
+            name, f"{len(some)}", f"{ratio:.2f}", *summary(missed), f"{statistics.median(took):.1f}", f"{max(took):.1f}"
+        )
+    console.print(table)
+    known = [row for row in rows if row["published_memory"]]
+    if known:
+        missed = [abs(row["memory"] / row["published_memory"] - 1) for row in known]
+        low = min(row["memory"] / row["published_memory"] for row in known)
+        console.print(
+            f"Memory of {len(known)} runs: median error {statistics.median(missed):.1%}, worst {max(missed):.1%}; "
+            f"least planned / published {low:.2f}."
+        )
+
+
+def show_order(rows: Rows, console: Console, shares: Shares | None = None) -> None:
+    """The order of the configurations of one model on one machine, by the plans, and with shares."""
+    table = new_table("Order of the configurations of a model", "model", "runs", "Spearman", "the first is slower by")
+    if shares:
+        table.add_column("Spearman, fitted", justify="right")
+    models = dict.fromkeys(row["model"] for row in rows if row["run"].startswith("vtrain"))
+    for model in models:
+        some = [row for row in rows if row["model"] == model and row["run"].startswith("vtrain")]
+        if len(some) < 4:
+            continue
+        first = min(some, key=lambda row: row["planned"])["published"] / min(row["published"] for row in some) - 1
+        found = [model, f"{len(some)}", f"{order(some, [r['planned'] for r in some]):.2f}", f"{first:.1%}"]
+        table.add_row(*found, *([f"{order(some, list(seconds(some, [shares])[0])):.2f}"] if shares else []))
+    console.print(table)
+
+
+def show_fit(rows: Rows, console: Console) -> None:
+    forms: dict[str, Callable[[Shares], bool]] = {
+        "one share": lambda s: s.memory == s.links == s.compute and not s.host,
+        "three shares": lambda s: not s.host,
+        "three, and the host": lambda s: True,
+    }
+    table = new_table(
+        "Fitted, and judged on the halves that were held out, %", "row", "what", "runs", "constants", "compute",
+        "memory", "links", "host ms", "own median", "median", "mean", "within 20", "worst",
+    )  # fmt: skip
+    for name, some in by_family(rows).items():
+        for form, holds in forms.items():
+            tried = [Shares(s / 100, s / 100, s / 100) for s in range(100, 20, -1)] if form == "one share" else []
+            found = judge(some, tried or [s for s in grid(name) if holds(s)])
+            spread = found.spread or [(x, x) for x in found.shares]
+            values = [f"{x:.2f} ({a:.2f}-{b:.2f})" for x, (a, b) in zip(found.shares[:3], spread, strict=False)]
+            count = 1 + 2 * (form != "one share") + form.endswith("host")
+            host = f"{1e3 * found.shares.host:.1f}"
+            table.add_row(
+                name, form, f"{len(some)}", f"{count}", *values, host, summary(found.own)[0], *summary(found.held)
+            )
+    console.print(table)
+    console.print(f"Shares of compute are bounded by what others measured: {MOST}.")
