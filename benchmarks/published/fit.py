@@ -1,9 +1,10 @@
 """Shares of the machines' figures that published runs reach, fitted to saved plans, and judged on other runs.
 
-    seconds = (compute / e + memory / b + moved / l + h * layers * microbatches) * (1 + wait / busy)
+    seconds = (products / e + kernels / a + memory / b + moved / l + h * layers * microbatches) * (1 + wait / busy)
 
 `moved` is what does not overlap; the bubble of a pipeline grows in proportion. e, b and l are the shares of the data
-sheet's peak, memory bandwidth and links; h is seconds for the host to launch a layer forward and backward.
+sheet's peak, memory bandwidth and links that products, light operations and collectives reach; a is that of the peak in
+flash kernels; h is seconds for the host to launch a layer forward and backward. No form has more than four of them.
 """
 
 from __future__ import annotations
@@ -31,31 +32,40 @@ class Shares(NamedTuple):
     """What is fitted for a family of machines."""
 
     compute: float = 1.0
+    kernels: float = 1.0
     memory: float = 1.0
     links: float = 1.0
     host: float = 0.0
 
 
-def grid(family: str) -> list[Shares]:
-    """All shares that are tried, in steps of 4 %; a launch takes up to 8 ms."""
-    compute = np.arange(MOST.get(family, 1.0), 0.3, -0.04)
+FORMS: Mapping[str, int] = {"one share": 1, "three": 3, "three, kernels": 4, "three, host": 4}
+"""How many constants each form of the model has."""
+
+
+def grid(family: str, form: str) -> list[Shares]:
+    """All shares that are tried: those of compute in steps of 4 %, others of 10 %."""
+    if form == "one share":
+        return [Shares(s / 100, s / 100, s / 100, s / 100) for s in range(100, 20, -1)]
+    host = (0.0, 2e-4, 5e-4, 1e-3, 2e-3, 3.5e-3, 5e-3) if form == "three, host" else (0.0,)
+    shares = itertools.product(
+        np.arange(MOST.get(family, 1.0), 0.3, -0.04), np.arange(1.0, 0.35, -0.1), np.arange(1.0, 0.15, -0.1), host
+    )
     return [
-        Shares(*map(float, s))
-        for s in itertools.product(compute, np.arange(1.0, 0.3, -0.1), np.arange(1.0, 0.15, -0.1), HOST)
+        Shares(float(e), float(a), float(b), float(links), h)
+        for e, b, links, h in shares
+        for a in (np.arange(e, 0.15, -0.1) if form == "three, kernels" else (e,))
     ]
-
-
-HOST = (0.0, 2e-4, 5e-4, 1e-3, 2e-3, 3.5e-3, 5e-3)
 
 
 def seconds(rows: Rows, shares: Sequence[Shares]) -> NDArray[Any]:
     """Seconds of each row (second dimension) with each of the shares (first)."""
-    parts = [row["parts"] for row in rows]
+    parts, kernels = [row["parts"] for row in rows], [row["attention"] for row in rows]
     moved = [sum(p[kind] for kind in COLLECTIVES) - p["overlapped"] for p in parts]
     wait = np.array([p["wait"] / (row["planned"] - p["wait"]) for p, row in zip(parts, rows, strict=True)])
-    work = np.array([[p["compute"] for p in parts], [p["memory"] for p in parts], moved])
+    products = [p["compute"] - k for p, k in zip(parts, kernels, strict=True)]
+    work = np.array([products, kernels, [p["memory"] for p in parts], moved])
     s = np.asarray(shares)
-    busy = (1 / s[:, :3]) @ work + s[:, 3:] * np.array([row["layers"] * row["microbatches"] for row in rows])
+    busy = (1 / s[:, :4]) @ work + s[:, 4:] * np.array([row["layers"] * row["microbatches"] for row in rows])
     return busy * (1 + wait)
 
 

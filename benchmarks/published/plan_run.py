@@ -48,7 +48,7 @@ def measure(run: Run, limited: bool = False) -> None:
         "layers": run.layers / run.pipe, "recompute": run.recompute, "published": run.seconds, "planned": plan.seconds,
         "parts": vars(plan.time), "bytes": plan.bytes_per_device, "by_kind": by_kind(plan, run),
         "model_flops": run.model_flops, "peak_flops": devices_seconds,
-        "attention": run.attention_flops / 2 / run.devices / machine.flops_in("bfloat16"),
+        "attention": run.kernel_flops / run.devices / machine.flops_in("bfloat16"),
         "hbm": machine.hbm, "memory": plan.memory.peak, "published_memory": run.gib and run.gib * 2**30,
         "planning": planning, "wall": time.perf_counter() - began,
     }  # fmt: skip

@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 FILE = Path(__file__).with_name("runs.csv")
+TOO_LARGE = 3e10
+"""Parameters that no device holds whole beside their gradients: such a run is fully sharded, whatever its row says."""
 RECALLED = "recalled, not read from its source"
 
 
@@ -88,6 +90,13 @@ class Run:
         return 12.0 * self.batch * self.layers * self.heads * self.head_dim * self.seq**2
 
     @property
+    def kernel_flops(self) -> float:
+        """Operations of its flash kernels in one step: half of the pairs; the backward pass is 2.5 times the forward
+        pass, which most recompute policies run twice."""
+        forward = self.attention_flops / 6 if self.flash else 0.0
+        return forward * (3.5 + (self.recompute not in ("", "selective")))
+
+    @property
     def model_flops(self) -> float:
         """Operations of one step that the model asks for (Narayanan et al. 2021; PaLM, appendix B): six for each
         parameter of a product and token, and attention with all keys. What is computed anew is not counted."""
@@ -139,6 +148,8 @@ def run_of(row: Mapping[str, str]) -> Run:
         row["sequence_parallel"] == "True" or (row["id"].startswith(("nemo", "maxtext", "torchtitan")) and tensor > 1),
         row["attention"] != "unfused", 0.0, float(row["memory_gib"]) if row["memory_gib"] else None,
     )  # fmt: skip
+    if run.parameters / (tensor * pipe) > TOO_LARGE:
+        run = replace(run, data=1, fsdp=data * fsdp)
     seconds = float(row["step_seconds"] or 0)
     if not seconds:
         seconds = run.model_flops / (devices * float(row["tflops_per_device"]) * 1e12)

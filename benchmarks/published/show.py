@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
 
 from rich.console import Console
 
-from benchmarks.published.fit import MOST, Shares, grid, judge, order, seconds, summary
+from benchmarks.published.fit import FORMS, MOST, Shares, grid, judge, order, seconds, summary
 from benchmarks.tables import Rows, new_table
 from shardc.sbp.cost import COLLECTIVES
 
@@ -76,25 +75,18 @@ def show_order(rows: Rows, console: Console, shares: Shares | None = None) -> No
 
 
 def show_fit(rows: Rows, console: Console) -> None:
-    forms: dict[str, Callable[[Shares], bool]] = {
-        "one share": lambda s: s.memory == s.links == s.compute and not s.host,
-        "three shares": lambda s: not s.host,
-        "three, and the host": lambda s: True,
-    }
     table = new_table(
         "Fitted, and judged on the halves that were held out, %", "row", "what", "runs", "constants", "compute",
-        "memory", "links", "host ms", "own median", "median", "mean", "within 20", "worst",
+        "kernels", "memory", "links", "host ms", "own median", "median", "mean", "within 20", "worst",
     )  # fmt: skip
     for name, some in by_family(rows).items():
-        for form, holds in forms.items():
-            tried = [Shares(s / 100, s / 100, s / 100) for s in range(100, 20, -1)] if form == "one share" else []
-            found = judge(some, tried or [s for s in grid(name) if holds(s)])
+        for form, constants in FORMS.items():
+            found = judge(some, grid(name, form))
             spread = found.spread or [(x, x) for x in found.shares]
-            values = [f"{x:.2f} ({a:.2f}-{b:.2f})" for x, (a, b) in zip(found.shares[:3], spread, strict=False)]
-            count = 1 + 2 * (form != "one share") + form.endswith("host")
-            host = f"{1e3 * found.shares.host:.1f}"
+            values = [f"{x:.2f} ({a:.2f}-{b:.2f})" for x, (a, b) in zip(found.shares[:4], spread, strict=False)]
             table.add_row(
-                name, form, f"{len(some)}", f"{count}", *values, host, summary(found.own)[0], *summary(found.held)
-            )
+                name, form, f"{len(some)}", f"{constants}", *values, f"{1e3 * found.shares.host:.1f}",
+                summary(found.own)[0], *summary(found.held),
+            )  # fmt: skip
     console.print(table)
     console.print(f"Shares of compute are bounded by what others measured: {MOST}.")
