@@ -18,7 +18,7 @@ from rich.console import Console
 
 from benchmarks.measure import fake_cpu
 from benchmarks.published.runs import Run, read
-from benchmarks.published.show import show_families, show_fit, show_order, show_runs
+from benchmarks.published.show import show_families, show_fit, show_order, show_runs, show_within
 from benchmarks.tables import Rows, start
 
 GIB = 2**30
@@ -43,6 +43,17 @@ def measure(runs: Sequence[Run], file: Path | None, known: Rows) -> Rows:
     return rows
 
 
+def measure_within(rows: Rows, file: Path | None) -> None:
+    """Plans anew, within the memory of the device, the runs whose fastest plan takes more. Their sources say that they
+    fit; those that offload to the host are left out."""
+    for row in rows:
+        if row["memory"] > row["hbm"] and "within" not in row and "offloaded" not in row["recompute"]:
+            found = start("benchmarks.published.plan_run", row["run"], "--limited", env=fake_cpu(1))
+            row["within"] = found[0] if found else {"misfit": "the planner failed"}
+            if file:
+                file.write_text(json.dumps(rows, indent=1), encoding="utf-8")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.published", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -50,14 +61,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("runs", nargs="*", metavar="PREFIX", help="of the names of runs; default: all")
     parser.add_argument("--json", type=Path, help="write the figures to this file, after each run")
     parser.add_argument("--read", type=Path, help="print the tables of such a file; runs that it has are not planned")
+    parser.add_argument("--within", action="store_true", help="plan those that take too much memory anew, within it")
     parser.add_argument("--fit", action="store_true", help="fit shares of the machines' figures to the runs of --read")
     options = parser.parse_args(argv)
     known = json.loads(options.read.read_text(encoding="utf-8")) if options.read else []
     chosen = [run for run in read() if not options.runs or run.name.startswith(tuple(options.runs))]
     rows = known if options.read and not options.runs else measure(chosen, options.json, known)
+    if options.within:
+        measure_within(rows, options.json)
     console = Console() if sys.stdout.isatty() else Console(width=210)
     show_runs(rows, console)
     show_families(rows, console)
+    show_within(rows, console)
     show_order(rows, console)
     if options.fit:
         show_fit(rows, console)

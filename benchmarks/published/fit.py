@@ -22,7 +22,7 @@ from scipy.stats import spearmanr
 from benchmarks.tables import Rows
 from shardc.sbp.cost import COLLECTIVES
 
-MOST = {"A100": 0.86, "H100": 0.80, "Blackwell": 0.78}
+MOST = {"A100": 0.86, "H100": 0.80, "H100 at 500 W": 0.80, "Blackwell": 0.78}
 """The largest share of peak that any product reaches, measured by others: stas00/ml-engineering, "MAMF"."""
 
 SPLITS = 12
@@ -77,7 +77,7 @@ def errors(rows: Rows, shares: Shares) -> list[float]:
 def fit(rows: Rows, tried: Sequence[Shares]) -> Shares:
     """The shares of the least mean error, as a logarithm."""
     took = np.array([row["published"] for row in rows])
-    wrong = abs(np.log(seconds(rows, tried) / took)).mean(1)
+    wrong = np.abs(np.log(seconds(rows, tried) / took)).mean(1)
     return tried[int(wrong.argmin())]
 
 

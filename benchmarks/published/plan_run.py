@@ -15,6 +15,7 @@ from benchmarks.published.decoder import step_of
 from benchmarks.published.machines import family, topology
 from benchmarks.published.runs import Run, read
 from shardc.machine.mesh import AnyMesh, view
+from shardc.plans import MemoryLimitError
 
 BOUNDLESS = "10000GB"
 
@@ -39,7 +40,11 @@ def measure(run: Run, limited: bool = False) -> None:
     mesh, machine = mesh_of(run, None if limited else BOUNDLESS), topology(run)
     ours = shardc.function(step, mesh=mesh, pipeline=pipeline_of(run), **keywords)
     began = time.perf_counter()
-    planning, plan = processor_seconds(lambda: ours.plan(*arguments))
+    try:
+        planning, plan = processor_seconds(lambda: ours.plan(*arguments))
+    except MemoryLimitError as error:
+        report(run=run.name, misfit=str(error))
+        return
     devices_seconds = run.devices * machine.flops_in(run.narrow or "bfloat16")
     known: dict[str, Any] = {
         "run": run.name, "family": family(run), "machine": view(mesh).topology.kind, "model": run.model,

@@ -148,7 +148,7 @@ def run_of(row: Mapping[str, str]) -> Run:
         row["sequence_parallel"] == "True" or (row["id"].startswith(("nemo", "maxtext", "torchtitan")) and tensor > 1),
         row["attention"] != "unfused", 0.0, float(row["memory_gib"]) if row["memory_gib"] else None,
     )  # fmt: skip
-    if run.parameters / (tensor * pipe) > TOO_LARGE:
+    if fsdp == 1 and run.parameters / (tensor * pipe) > TOO_LARGE:
         run = replace(run, data=1, fsdp=data * fsdp)
     seconds = float(row["step_seconds"] or 0)
     if not seconds:

@@ -6,7 +6,7 @@ import statistics
 
 from rich.console import Console
 
-from benchmarks.published.fit import FORMS, MOST, Shares, grid, judge, order, seconds, summary
+from benchmarks.published.fit import FORMS, MOST, Shares, fit, grid, judge, order, seconds, summary
 from benchmarks.tables import Rows, new_table
 from shardc.sbp.cost import COLLECTIVES
 
@@ -58,19 +58,42 @@ def show_families(rows: Rows, console: Console) -> None:
         )
 
 
-def show_order(rows: Rows, console: Console, shares: Shares | None = None) -> None:
-    """The order of the configurations of one model on one machine, by the plans, and with shares."""
-    table = new_table("Order of the configurations of a model", "model", "runs", "Spearman", "the first is slower by")
-    if shares:
-        table.add_column("Spearman, fitted", justify="right")
-    models = dict.fromkeys(row["model"] for row in rows if row["run"].startswith("vtrain"))
-    for model in models:
-        some = [row for row in rows if row["model"] == model and row["run"].startswith("vtrain")]
-        if len(some) < 4:
-            continue
-        first = min(some, key=lambda row: row["planned"])["published"] / min(row["published"] for row in some) - 1
-        found = [model, f"{len(some)}", f"{order(some, [r['planned'] for r in some]):.2f}", f"{first:.1%}"]
-        table.add_row(*found, *([f"{order(some, list(seconds(some, [shares])[0])):.2f}"] if shares else []))
+def show_within(rows: Rows, console: Console) -> None:
+    """Plans within the memory of the device, of runs whose fastest plan takes more."""
+    table = new_table(
+        "Planned again, within the device's memory", "row", "mesh", "GiB of", "fastest GiB", "GiB", "planned s", "ratio"
+    )
+    for row in rows:
+        if "within" in row:
+            again, sizes = row["within"], [f"{row[k] / GIB:.1f}" for k in ("hbm", "memory")]
+            if "misfit" in again:
+                table.add_row(row["run"], row["mesh"], *sizes, "refused", "-", "-")
+                continue
+            ratio = again["planned"] / row["planned"]
+            table.add_row(
+                row["run"], row["mesh"], *sizes, f"{again['memory'] / GIB:.1f}", f"{again['planned']:.4g}",
+                f"{ratio:.2f}",
+            )  # fmt: skip
+    if table.rows:
+        console.print(table)
+
+
+def show_order(rows: Rows, console: Console) -> None:
+    """The order of vTrain's configurations of one model, by the plans, and with shares fitted to them all."""
+    rows = [row for row in rows if row["run"].startswith("vtrain")]
+    shares = fit(rows, grid("A100", "three")) if rows else Shares()
+    table = new_table(
+        "Order of the configurations of a model", "model", "runs", "Spearman", "the first is slower by",
+        "Spearman, fitted", "the first is slower by",
+    )  # fmt: skip
+    for model in sorted({row["model"] for row in rows}):
+        some = [row for row in rows if row["model"] == model]
+        best, found = min(row["published"] for row in some), list[str]()
+        for said in ([row["planned"] for row in some], list(seconds(some, [shares])[0])):
+            first = some[min(range(len(some)), key=said.__getitem__)]
+            found += [f"{order(some, said):.2f}", f"{first['published'] / best - 1:.1%}"]
+        if len(some) > 2:
+            table.add_row(model, f"{len(some)}", *found)
     console.print(table)
 
 
