@@ -283,8 +283,8 @@ def step_of(run: Run) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, An
 
     def step(params: Any, moments: Any, batch: Any) -> Any:
         halves = jax.tree.map(lambda p: p.astype(HALF), params)
-        looped = shardc.accumulate(grads_of, microbatches=run.microbatches) if run.microbatches > 1 else grads_of
-        value, grads = looped(halves, batch)
+        many = shardc.accumulate(grads_of, microbatches=run.microbatches, reduce="mean")
+        value, grads = (many if run.microbatches > 1 else grads_of)(halves, batch)
         done = jax.tree.map(adamw, params, moments["mean"], moments["square"], grads)
         params, mean, square = (jax.tree.map(lambda _, d, i=i: d[i], params, done) for i in range(3))
         return params, {"mean": mean, "square": square}, value

@@ -144,7 +144,8 @@ def run_of(row: Mapping[str, str]) -> Run:
         row["id"], row["source"], row["hardware"], devices, row["model"], count("layers"), count("hidden"),
         count("ffn"), count("heads"), count("kv_heads"), count("head_dim", count("hidden") // count("heads")),
         count("vocab"), count("seq"), row["gated"] == "1" or "llama" in row["model"], batch, microbatches,
-        data, fsdp, tensor, pipe, count("vp"), TYPES[row["precision"]], row["recompute"],
+        data, fsdp, tensor, pipe, count("vp"), TYPES[row["precision"]],
+        row["recompute"] or ("full" if "tpu-recipes" in row["source"] else ""),
         row["sequence_parallel"] == "True" or (row["id"].startswith(("nemo", "maxtext", "torchtitan")) and tensor > 1),
         row["attention"] != "unfused", 0.0, float(row["memory_gib"]) if row["memory_gib"] else None,
     )  # fmt: skip
