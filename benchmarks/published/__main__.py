@@ -18,10 +18,16 @@ from rich.console import Console
 
 from benchmarks.measure import fake_cpu
 from benchmarks.published.runs import Run, read
-from benchmarks.published.show import show_families, show_fit, show_order, show_runs, show_within
+from benchmarks.published.show import (
+    GIB,
+    show_families,
+    show_fit,
+    show_memory,
+    show_order,
+    show_runs,
+    show_within,
+)
 from benchmarks.tables import Rows, start
-
-GIB = 2**30
 
 
 def cheap_first(runs: Sequence[Run]) -> list[Run]:
@@ -73,6 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = Console() if sys.stdout.isatty() else Console(width=210)
     show_runs(rows, console)
     show_families(rows, console)
+    show_memory(rows, console)
     show_within(rows, console)
     show_order(rows, console)
     if options.fit:

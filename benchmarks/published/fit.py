@@ -22,7 +22,7 @@ from scipy.stats import spearmanr
 from benchmarks.tables import Rows
 from shardc.sbp.cost import COLLECTIVES
 
-MOST = {"A100": 0.86, "H100": 0.80, "H100 at 500 W": 0.80, "Blackwell": 0.78}
+MOST = {"A100": 0.86, "A100, one node": 0.86, "H100": 0.80, "H100 at 500 W": 0.80, "Blackwell": 0.78}
 """The largest share of peak that any product reaches, measured by others: stas00/ml-engineering, "MAMF"."""
 
 SPLITS = 12
@@ -48,7 +48,7 @@ def grid(family: str, form: str) -> list[Shares]:
         return [Shares(s / 100, s / 100, s / 100, s / 100) for s in range(100, 20, -1)]
     host = (0.0, 2e-4, 5e-4, 1e-3, 2e-3, 3.5e-3, 5e-3) if form == "three, host" else (0.0,)
     shares = itertools.product(
-        np.arange(MOST.get(family, 1.0), 0.3, -0.04), np.arange(1.0, 0.35, -0.1), np.arange(1.0, 0.15, -0.1), host
+        np.arange(MOST.get(family, 1.0), 0.3, -0.04), np.arange(1.0, 0.15, -0.1), np.arange(1.0, 0.15, -0.1), host
     )
     return [
         Shares(float(e), float(a), float(b), float(links), h)

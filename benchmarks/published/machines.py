@@ -41,8 +41,8 @@ MACHINES: dict[str, Topology] = {
 }  # fmt: skip
 
 FAMILIES = {
-    "A100": "A100", "H100 SXM 96 GB": "H100 at 500 W", "H100": "H100", "B200|GB200|GB300": "Blackwell",
-    "v4|v5e|v5p": "TPU v4, v5e, v5p", "v6e": "TPU v6e", "tpu7x": "TPU 7x",
+    "A100.*one node": "A100, one node", "A100": "A100", "H100 SXM 96 GB": "H100 at 500 W", "H100": "H100",
+    "B200|GB200|GB300": "Blackwell", "v4|v5e|v5p": "TPU v4, v5e, v5p", "v6e": "TPU v6e", "tpu7x": "TPU 7x",
 }  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from benchmarks.tables import Rows, new_table
 from shardc.sbp.cost import COLLECTIVES
 
 GIB = 2**30
+FAILED = "the planner failed"
 
 
 def by_family(rows: Rows) -> dict[str, Rows]:
@@ -48,14 +49,21 @@ def show_families(rows: Rows, console: Console) -> None:
             name, f"{len(some)}", f"{ratio:.2f}", *summary(missed), f"{statistics.median(took):.1f}", f"{max(took):.1f}"
         )
     console.print(table)
-    known = [row for row in rows if row["published_memory"]]
-    if known:
-        missed = [abs(row["memory"] / row["published_memory"] - 1) for row in known]
-        low = min(row["memory"] / row["published_memory"] for row in known)
-        console.print(
-            f"Memory of {len(known)} runs: median error {statistics.median(missed):.1%}, worst {max(missed):.1%}; "
-            f"least planned / published {low:.2f}."
-        )
+
+
+def show_memory(rows: Rows, console: Console) -> None:
+    """Peaks of the runs that published theirs. Of a plan that takes more than the device has, that within it."""
+    table = new_table("Memory", "row", "GiB published", "GiB planned", "ratio")
+    ratios = list[float]()
+    for row in rows:
+        if row["published_memory"]:
+            took, planned = row["published_memory"], row.get("within", row)["memory"]
+            ratios.append(planned / took)
+            table.add_row(row["run"], f"{took / GIB:.1f}", f"{planned / GIB:.1f}", f"{ratios[-1]:.2f}")
+    if ratios:
+        missed = [abs(r - 1) for r in ratios]
+        console.print(table)
+        console.print(f"Median error {statistics.median(missed):.1%}, worst {max(missed):.1%}.")
 
 
 def show_within(rows: Rows, console: Console) -> None:
@@ -67,7 +75,8 @@ def show_within(rows: Rows, console: Console) -> None:
         if "within" in row:
             again, sizes = row["within"], [f"{row[k] / GIB:.1f}" for k in ("hbm", "memory")]
             if "misfit" in again:
-                table.add_row(row["run"], row["mesh"], *sizes, "refused", "-", "-")
+                said = "failed" if again["misfit"] == FAILED else "refused"
+                table.add_row(row["run"], row["mesh"], *sizes, said, "-", "-")
                 continue
             ratio = again["planned"] / row["planned"]
             table.add_row(
@@ -80,7 +89,7 @@ def show_within(rows: Rows, console: Console) -> None:
 
 def show_order(rows: Rows, console: Console) -> None:
     """The order of vTrain's configurations of one model, by the plans, and with shares fitted to them all."""
-    rows = [row for row in rows if row["run"].startswith("vtrain")]
+    rows = [row for row in rows if row["run"].startswith("vtrain-multi")]
     shares = fit(rows, grid("A100", "three")) if rows else Shares()
     table = new_table(
         "Order of the configurations of a model", "model", "runs", "Spearman", "the first is slower by",
