@@ -1,0 +1,124 @@
+"""Tables of planned runs beside the published ones, and of the fit."""
+
+from __future__ import annotations
+
+import statistics
+
+from rich.console import Console
+
+from benchmarks.published.fit import FORMS, MOST, Shares, fit, grid, judge, order, seconds, summary
+from benchmarks.tables import Rows, new_table
+from shardc.sbp.cost import COLLECTIVES
+
+GIB = 2**30
+FAILED = "the planner failed"
+
+
+def by_family(rows: Rows) -> dict[str, Rows]:
+    return {name: [row for row in rows if row["family"] == name] for name in dict.fromkeys(r["family"] for r in rows)}
+
+
+def show_runs(rows: Rows, console: Console) -> None:
+    """Each run; what a part takes is given relative to the published time."""
+    table = new_table(
+        "Planned as published", "row", "mesh", "published s", "planned s", "ratio", "MFU", "planned", "compute",
+        "memory", "moved", "wait", "GiB", "planned", "CPU s",
+    )  # fmt: skip
+    for row in sorted(rows, key=lambda row: (row["family"], row["run"])):
+        took, parts = row["published"], row["parts"]
+        moved = sum(parts[kind] for kind in COLLECTIVES) - parts["overlapped"]
+        known = row["published_memory"]
+        table.add_row(
+            row["run"], row["mesh"], f"{took:.4g}", f"{row['planned']:.4g}", f"{row['planned'] / took:.2f}",
+            *(f"{row['model_flops'] / row['peak_flops'] / x:.0%}" for x in (took, row["planned"])),
+            *(f"{x / took:.2f}" for x in (parts["compute"], parts["memory"], moved, parts["wait"])),
+            f"{known / GIB:.1f}" if known else "-", f"{row['memory'] / GIB:.1f}", f"{row['planning']:.1f}",
+        )  # fmt: skip
+    console.print(table)
+
+
+def show_families(rows: Rows, console: Console) -> None:
+    table = new_table(
+        "Time by family, %", "row", "runs", "ratio", "median", "mean", "within 20", "worst", "CPU s", "most"
+    )
+    for name, some in [*by_family(rows).items(), ("all", rows)]:
+        missed = [abs(row["planned"] / row["published"] - 1) for row in some]
+        ratio = statistics.median(row["planned"] / row["published"] for row in some)
+        took = [row["planning"] for row in some]
+        table.add_row(
+            name, f"{len(some)}", f"{ratio:.2f}", *summary(missed), f"{statistics.median(took):.1f}", f"{max(took):.1f}"
+        )
+    console.print(table)
+
+
+def show_memory(rows: Rows, console: Console) -> None:
+    """Peaks of the runs that published theirs. Of a plan that takes more than the device has, that within it."""
+    table = new_table("Memory", "row", "GiB published", "GiB planned", "ratio")
+    ratios = list[float]()
+    for row in rows:
+        if row["published_memory"]:
+            took, planned = row["published_memory"], row.get("within", row)["memory"]
+            ratios.append(planned / took)
+            table.add_row(row["run"], f"{took / GIB:.1f}", f"{planned / GIB:.1f}", f"{ratios[-1]:.2f}")
+    if ratios:
+        missed = [abs(r - 1) for r in ratios]
+        console.print(table)
+        console.print(f"Median error {statistics.median(missed):.1%}, worst {max(missed):.1%}.")
+
+
+def show_within(rows: Rows, console: Console) -> None:
+    """Plans within the memory of the device, of runs whose fastest plan takes more."""
+    table = new_table(
+        "Planned again, within the device's memory", "row", "mesh", "GiB of", "fastest GiB", "GiB", "planned s", "ratio"
+    )
+    for row in rows:
+        if "within" in row:
+            again, sizes = row["within"], [f"{row[k] / GIB:.1f}" for k in ("hbm", "memory")]
+            if "misfit" in again:
+                said = "failed" if again["misfit"] == FAILED else "refused"
+                table.add_row(row["run"], row["mesh"], *sizes, said, "-", "-")
+                continue
+            ratio = again["planned"] / row["planned"]
+            table.add_row(
+                row["run"], row["mesh"], *sizes, f"{again['memory'] / GIB:.1f}", f"{again['planned']:.4g}",
+                f"{ratio:.2f}",
+            )  # fmt: skip
+    if table.rows:
+        console.print(table)
+
+
+def show_order(rows: Rows, console: Console) -> None:
+    """The order of vTrain's configurations of one model, by the plans, and with shares fitted to them all."""
+    rows = [row for row in rows if row["run"].startswith("vtrain-multi")]
+    shares = fit(rows, grid("A100", "three")) if rows else Shares()
+    table = new_table(
+        "Order of the configurations of a model", "model", "runs", "Spearman", "the first is slower by",
+        "Spearman, fitted", "the first is slower by",
+    )  # fmt: skip
+    for model in sorted({row["model"] for row in rows}):
+        some = [row for row in rows if row["model"] == model]
+        best, found = min(row["published"] for row in some), list[str]()
+        for said in ([row["planned"] for row in some], list(seconds(some, [shares])[0])):
+            first = some[min(range(len(some)), key=said.__getitem__)]
+            found += [f"{order(some, said):.2f}", f"{first['published'] / best - 1:.1%}"]
+        if len(some) > 2:
+            table.add_row(model, f"{len(some)}", *found)
+    console.print(table)
+
+
+def show_fit(rows: Rows, console: Console) -> None:
+    table = new_table(
+        "Fitted, and judged on the halves that were held out, %", "row", "what", "runs", "constants", "compute",
+        "kernels", "memory", "links", "host ms", "own median", "median", "mean", "within 20", "worst",
+    )  # fmt: skip
+    for name, some in by_family(rows).items():
+        for form, constants in FORMS.items():
+            found = judge(some, grid(name, form))
+            spread = found.spread or [(x, x) for x in found.shares]
+            values = [f"{x:.2f} ({a:.2f}-{b:.2f})" for x, (a, b) in zip(found.shares[:4], spread, strict=False)]
+            table.add_row(
+                name, form, f"{len(some)}", f"{constants}", *values, f"{1e3 * found.shares.host:.1f}",
+                summary(found.own)[0], *summary(found.held),
+            )  # fmt: skip
+    console.print(table)
+    console.print(f"Shares of compute are bounded by what others measured: {MOST}.")
