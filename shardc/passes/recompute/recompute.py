@@ -171,9 +171,11 @@ def choice_named(jaxpr: Jaxpr, names: Collection[str]) -> RecomputeChoice:
 
 
 def _that_follows(jaxpr: Jaxpr, choice: RecomputeChoice) -> RecomputeChoice:
-    """The choice without values that are no residuals or do not follow from what is kept."""
+    """The choice without values that are no residuals, do not follow from what is kept, or are boxings of the plan."""
     if not choice.stacks:
         return choice
+    made = {v for e in all_eqns(jaxpr) for v in e.outvars}
+    choice = replace(choice, instead=tuple(v for v in choice.instead if v in made))
     makers = {r.stack: r.maker for r in find_residuals(jaxpr)}
     stacks = [v for v in choice.stacks if v in makers]
     slices = {maker: Slices(maker, stacks) for maker in makers.values()}

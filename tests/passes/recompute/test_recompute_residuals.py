@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import check_jaxpr, jaxpr_as_fun
 
 import shardc
@@ -158,6 +159,35 @@ def test_rows_that_another_stack_keeps_are_read_there():
         for some, instead in ((stacks[:1], ()), (stacks, (row,))):
             other, again = recompute_residuals(jaxpr, some, instead)
             same_program(jaxpr, other, again, RecomputeChoice(tuple(some), tuple(instead)), args)
+
+
+def test_a_boxing_of_the_plan_is_not_stacked_instead():
+    """The stream of each layer is made whole by a pin: the plan has a boxing there, and the program a constrain."""
+
+    def layer(x, w):
+        h = checkpoint_name(shardc.constrain(x, {}) @ w["up"], "up")
+        return shardc.constrain(x + checkpoint_name(jax.nn.gelu(h) @ w["down"], "down"), {"model": shardc.S(1)}), None
+
+    def step(ws, x):
+        body = jax.checkpoint(layer, policy=jax.checkpoint_policies.save_only_these_names("up", "down"))
+        return jax.grad(lambda ws: (lax.scan(body, x, ws)[0] ** 2).sum())(ws)
+
+    ws = {
+        "up": jax.ShapeDtypeStruct((4, 256, 1024), np.float32),
+        "down": jax.ShapeDtypeStruct((4, 1024, 256), np.float32),
+    }
+    pins = {"ws": {"up": {"model": shardc.S(2)}, "down": {"model": shardc.S(1)}}}
+    args = ws, jax.ShapeDtypeStruct((4, 1024, 256), np.float32)
+
+    def plan(hbm):
+        mesh = shardc.make_mesh(topology="v5p:2x1x1", model=2, hbm=hbm)
+        return shardc.function(step, mesh=mesh, in_placements=pins).plan(*args)
+
+    limit = int(0.95 * plan("95GB").memory.peak)
+    try:
+        assert plan(limit).memory.peak <= limit
+    except shardc.MemoryLimitError as error:
+        assert error.plan.memory.peak > limit
 
 
 def test_what_others_read_is_no_residual():
