@@ -16,7 +16,9 @@ PIPELINE, FLOW, MODULES = (SCRIPTS / f"{name}.py" for name in ("pipeline", "flow
 
 
 @pytest.fixture
-def run(capsys):
+def run(capsys, monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)  # pytest's workers have it
+
     def call(*words):
         code = main([*map(str, words)])
         out, err = capsys.readouterr()

@@ -22,7 +22,7 @@ def config(me, processes=2, islands=2):
 @pytest.fixture
 def second_of_two(monkeypatch):
     """This process is process 1; process 0 has four devices of the same kind."""
-    told = {0: json.dumps([("cpu", "cpu", None)] * 4)}
+    told = {0: json.dumps([("cpu", "cpu", None, 0)] * 4)}
     published = {}
     cluster = SimpleNamespace(
         me=1,

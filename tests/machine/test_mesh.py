@@ -185,7 +185,8 @@ def test_views_differ_by_axes_order_and_topology() -> None:
     [
         ("TPU v4", "v4"), ("TPU v5 lite", "v5e"), ("TPU v5e", "v5e"), ("TPU v5", "v5p"), ("TPU v5p", "v5p"),
         ("TPU v6 lite", "v6e"), ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H200", "h200"), ("NVIDIA B200", "b200"),
-        ("NVIDIA A100-SXM4-80GB", "h100"), ("cpu", "cpu"),
+        ("NVIDIA A100-SXM4-80GB", "a100"), ("NVIDIA A100-SXM4-40GB", "a100-40"), ("NVIDIA GB200", "gb200"),
+        ("TPU7x", "tpu7x"), ("cpu", "cpu"),
     ],
 )  # fmt: skip
 def test_view_knows_jax_device_kinds(device_kind: str, kind: str) -> None:

@@ -22,5 +22,5 @@ def flops_by_type(jaxpr: Jaxpr) -> Counter[str]:
 
 
 def least_seconds(flops: Mapping[str, int], meshes: Sequence[MeshView]) -> float:
-    """Seconds that all devices of these meshes take for so many operations at the rates of their topologies."""
-    return sum(n / sum(m.size * m.topology.flops_in(dtype) for m in meshes) for dtype, n in flops.items())
+    """Seconds that all devices of these meshes take for so many operations at the rates of their data sheets."""
+    return sum(n / sum(m.size * m.topology.peak_in(dtype) for m in meshes) for dtype, n in flops.items())
