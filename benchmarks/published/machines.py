@@ -9,7 +9,15 @@ from benchmarks.published.runs import Run
 from shardc.machine.topology import TOPOLOGIES, Fabric, Topology
 
 GB = 10**9
-_H100, _V5P = TOPOLOGIES["h100"], TOPOLOGIES["v5p"]
+
+
+def _data_sheet(machine: Topology) -> Topology:
+    """A machine without its share of what is reached."""
+    fabrics = tuple(replace(f, bandwidth=f.bandwidth / machine.reached) for f in machine.fabrics)
+    return replace(machine, reached=1.0, fabrics=fabrics)
+
+
+_H100, _V5P = _data_sheet(TOPOLOGIES["h100"]), _data_sheet(TOPOLOGIES["v5p"])
 
 
 def _gpu(kind: str, flops: float, memory: float, hbm: int, links: tuple[float, int, float], fp8: float = 0) -> Topology:
@@ -32,7 +40,7 @@ MACHINES: dict[str, Topology] = {
         _gpu("b200", 2.25e15, 8e12, 180, (9e11, 8, 5e10), 4.5e15),
         _gpu("gb200", 2.5e15, 8e12, 186, (9e11, 72, 5e10), 5e15),
         _gpu("gb300", 2.5e15, 8e12, 279, (9e11, 72, 1e11), 5e15),
-        # 192 GB, 7.37 TB/s, links as v5p (1200 GB/s both ways of all). Named v7x: a name in v means XLA:TPU so far.
+        # A whole chip, as the source counts them: 192 GB, 7.37 TB/s, links as v5p (1200 GB/s both ways of all).
         replace(
             _V5P, kind="v7x", flops=2.307e15, memory_bandwidth=7.37e12, hbm=192 * GB,
             rates=(("float8_e4m3fn", 4.614e15), ("float8_e5m2", 4.614e15)),
@@ -44,6 +52,16 @@ FAMILIES = {
     "A100.*one node": "A100, one node", "A100": "A100", "H100 SXM 96 GB": "H100 at 500 W", "H100": "H100",
     "B200|GB200|GB300": "Blackwell", "v4|v5e|v5p": "TPU v4, v5e, v5p", "v6e": "TPU v6e", "tpu7x": "TPU 7x",
 }  # fmt: skip
+
+
+REACHED = {
+    name: TOPOLOGIES[kind].reached
+    for name, kind in {
+        "A100, one node": "a100", "A100": "a100", "H100 at 500 W": "h100", "H100": "h100", "Blackwell": "gb200",
+        "TPU v4, v5e, v5p": "v5p", "TPU v6e": "v6e", "TPU 7x": "tpu7x",
+    }.items()
+}  # fmt: skip
+"""The share of these figures that shardc's own topology of each family counts on."""
 
 
 def family(run: Run) -> str:
@@ -65,7 +83,7 @@ def topology(run: Run) -> Topology:
         found = MACHINES[run.hardware.removeprefix("DGX-").lower()]
     else:
         kind = "v7x" if "tpu7x" in run.hardware else next(k for k in TOPOLOGIES if k in run.hardware and k != "cpu")
-        chip = MACHINES.get(kind) or TOPOLOGIES[kind]
+        chip = MACHINES.get(kind) or _data_sheet(TOPOLOGIES[kind])
         slices = int(run.hardware.split(" x ")[0]) if " x " in run.hardware else 1
         sides = grid(run.devices // slices, len(chip.pod) or 3)
         found = replace(chip, shape=(*sides, slices) if slices > 1 else sides)

@@ -145,7 +145,8 @@ def make_mesh(
         the devices along each physical dimension, the fastest first: `"v5p:4x4x2"`, `"h100:8x16"` (NVLink, then
         network), `"v5e:16x16x2"` (two slices); or a file of `python -m shardc calibrate`, whose name ends in `.json`.
         The last axis of the mesh lies along neighbours of the first dimension: put there what communicates most.
-        Known: `cpu`, `v4`, `v5e`, `v5p`, `v6e`, `h100`, `h200`, `b200`.
+        Known: `cpu`; `v4`, `v5e`, `v5p`, `v6e`, `tpu7x`; `a100`, `a100-40`, `h100`, `h800`, `h200`, `b200`, `gb200`,
+        `gb300`. A chip of `tpu7x` is two devices, which are its first dimension: `"tpu7x:2x4x4x4"`.
       calibration: such a file, to plan for the present devices with their measured figures.
       hbm: memory of a device, as `"95GB"` or, from 10 kB on, in bytes; overrides the topology's, or that of known TPUs
         and GPUs. JAX has one mesh object for equal axes over the same devices: `calibration` and `hbm` of the last call

@@ -245,6 +245,9 @@ _HOPPER: Final = (
 _BLACKWELL: Final = (
     ("float32", 1.1e15), ("float64", 3.7e13), ("int8", 4.5e15), ("float8_e4m3fn", 4.5e15), ("float8_e5m2", 4.5e15),
 )  # fmt: skip
+_GB200: Final = (
+    ("float32", 1.25e15), ("float64", 4e13), ("int8", 5e15), ("float8_e4m3fn", 5e15), ("float8_e5m2", 5e15),
+)  # fmt: skip
 _BLACKWELL_ULTRA: Final = (
     ("float32", 1.25e15), ("float64", 1.25e12), ("int8", 1.65e14), ("float8_e4m3fn", 5e15), ("float8_e5m2", 5e15),
 )  # fmt: skip
@@ -282,7 +285,7 @@ TOPOLOGIES: Final[Mapping[str, Topology]] = MappingProxyType(
             _gpu("h800", _Chip(9.89e14, 3.35e12, 80, _HOPPER), _H100, 2e11, 8, 5e10),
             _gpu("h200", _Chip(9.89e14, 4.8e12, 141, _HOPPER), _H100, 4.5e11, 8, 5e10),
             _gpu("gb300", _Chip(2.5e15, 8e12, 279, _BLACKWELL_ULTRA), _BLACKWELLS, 9e11, 72, 1e11),
-            _gpu("gb200", _Chip(2.25e15, 8e12, 186, _BLACKWELL), _BLACKWELLS, 9e11, 72, 5e10),
+            _gpu("gb200", _Chip(2.5e15, 8e12, 186, _GB200), _BLACKWELLS, 9e11, 72, 5e10),
             _gpu("b200", _Chip(2.25e15, 8e12, 180, _BLACKWELL), _BLACKWELLS, 9e11, 8, 5e10),
         )
         for link, memory in [_HOSTS.get(t.kind, _HOST)]
