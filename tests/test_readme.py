@@ -37,9 +37,15 @@ def page_id(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
+@pytest.fixture
+def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For what a page writes."""
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.usefixtures("empty_folder")
 @pytest.mark.parametrize("page", [p for p in PAGES if BLOCK.search(p.read_text())], ids=page_id)
-def test_blocks_run_and_print_what_they_say(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)  # for what a page writes
+def test_blocks_run_and_print_what_they_say(page: Path) -> None:
     text, names = page.read_text(), {"__name__": "page"}
     for block in BLOCK.finditer(text):
         line = text[: block.start("code")].count("\n")

@@ -16,9 +16,7 @@ PIPELINE, FLOW, MODULES = (SCRIPTS / f"{name}.py" for name in ("pipeline", "flow
 
 
 @pytest.fixture
-def run(capsys, monkeypatch):
-    monkeypatch.delenv("COLUMNS", raising=False)  # pytest's workers have it
-
+def run(capsys):
     def call(*words):
         code = main([*map(str, words)])
         out, err = capsys.readouterr()
