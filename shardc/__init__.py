@@ -129,8 +129,7 @@ def __getattr__(name: str) -> Any:
         return import_module(f"shardc.{name}")
     module = _MODULES.get(name)
     if module is None:
-        hint = f"; write import shardc.{name}" if name in ("flax", "equinox") else ""
-        raise AttributeError(f"module 'shardc' has no attribute {name!r}{hint}", name=name, obj=sys.modules[__name__])
+        raise AttributeError(f"module 'shardc' has no attribute {name!r}", name=name, obj=sys.modules[__name__])
     value = globals()[name] = getattr(import_module(module), name)
     return value
 

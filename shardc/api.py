@@ -381,8 +381,9 @@ class Function:
     def _refuse_idle_patterns(self, request: Request) -> None:
         """Raises ArgumentError if a pattern of `offload=` matches no argument, or nothing is known of the hosts."""
         paths, machine = request.program.in_paths, request.mesh.topology
+        known = [*(f"{q.partition('/')[0]}/*" for q in paths), *paths]
         wrong = [
-            f"the pattern {p!r} matches no argument.{did_you_mean(p.replace('*', '').strip('/'), paths)}"
+            f"the pattern {p!r} matches no argument.{did_you_mean(p, known)}"
             for p in request.on_host
             if not any(map(matcher(p).match, paths))
         ]
@@ -498,7 +499,7 @@ class Function:
 
     def on(self, mesh: AnyMesh, pipeline: Pipeline | None = None) -> Function:
         """This function on another mesh, or as a pipeline. Traced programs are kept."""
-        own = {a: self.forbidden_over(a) for a in mesh.shape}
+        own = {a: kinds for a in mesh.shape if (kinds := self.forbidden_over(a))}
         made = Function(self._arguments.fn, mesh, replace(self._options, pipeline=pipeline, saved=None, forbid=own))
         made._programs = self._programs
         return made
@@ -635,7 +636,10 @@ def _checked_offload(offload: str | Sequence[str], pipeline: Pipeline | None) ->
                 f'offload={offload!r}: write "never", "auto", or a list of patterns of paths, ["opt_state/*"].'
             )
     if found != "never" and pipeline is not None:
-        raise PipelineError(f"offload={offload!r}: the stages of a pipeline keep all values on their devices.")
+        raise PipelineError(
+            f"offload={offload!r}: the stages of a pipeline keep all values on their devices. Leave offload= out; "
+            'Pipeline(recompute="full") keeps less.'
+        )
     return found
 
 

@@ -6,7 +6,7 @@ The search avoids them like what costs more than any step, and a plan that has t
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from shardc.errors import ArgumentError, all_offenders, did_you_mean
 from shardc.machine.mesh import MeshView
@@ -15,8 +15,10 @@ from shardc.sbp.cost import COLLECTIVES, FEMTO, avoided_cost
 
 Forbidden: TypeAlias = frozenset[tuple[str, str]]
 """Kinds of collectives, each with an axis that none of them may run over."""
-Forbid: TypeAlias = str | Collection[str] | Mapping[str, str | Collection[str]]
-"""`"dcn"` and `{"dcn"}`: nothing moves over this axis; `{"model": "all_gather"}`: nothing of this kind does."""
+Forbid: TypeAlias = str | Collection[str] | Mapping[str, str | Collection[str]] | None
+"""`"dcn"` and `{"dcn"}`: nothing moves over this axis; `{"model": "all_gather"}`: nothing of this kind does. None and
+`()` forbid nothing."""
+_FORMS: Final = 'write axes, {"dcn"}, or the kinds for each axis, {"model": ("all_gather", "permute")}.'
 
 
 def read_forbid(forbid: Forbid, mesh: MeshView, where: str) -> Forbidden:
@@ -25,13 +27,20 @@ def read_forbid(forbid: Forbid, mesh: MeshView, where: str) -> Forbidden:
     Raises:
       ArgumentError: it names an axis that the mesh does not have, or a kind that is none.
     """
-    if isinstance(forbid, str):
-        forbid = (forbid,)
-    pairs = forbid.items() if isinstance(forbid, Mapping) else ((axis, COLLECTIVES) for axis in forbid)
-    found = [(kind, axis) for axis, kinds in pairs for kind in ((kinds,) if isinstance(kinds, str) else kinds)]
-    if wrong := list(dict.fromkeys(_wrong(found, mesh))):
+    named = _several(forbid) if forbid is not None else ()
+    if named is None:
+        raise ArgumentError(f"{where}: forbid={forbid!r}: {_FORMS}")
+    pairs = {axis: forbid[axis] if isinstance(forbid, Mapping) else COLLECTIVES for axis in named}
+    wrong = [f"{kinds!r} are no kinds: {_FORMS}" for kinds in pairs.values() if not _several(kinds)]
+    found = [(kind, axis) for axis, kinds in pairs.items() for kind in _several(kinds) or ()]
+    if wrong := list(dict.fromkeys([*wrong, *_wrong(found, mesh)])):
         raise ArgumentError(all_offenders(f"{where}, mesh {mesh}: forbid={forbid!r}", wrong))
     return frozenset(found)
+
+
+def _several(names: Any) -> tuple[Any, ...] | None:
+    """The names of one or of a collection; None: it is neither."""
+    return (names,) if isinstance(names, str) else tuple(names) if isinstance(names, Collection) else None
 
 
 def _wrong(pairs: Sequence[tuple[Any, Any]], mesh: MeshView) -> Iterator[str]:

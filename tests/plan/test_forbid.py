@@ -129,6 +129,13 @@ def test_names_that_do_not_fit_are_told_at_once():
     ]
 
 
+@pytest.mark.parametrize("forbid", [3, True, {"model": None}, {"model": True}, {"model": []}])
+def test_what_names_nothing_is_refused(forbid):
+    with pytest.raises(ArgumentError, match=r"forbid=.*\n?.*write axes, \{\"dcn\"\}, or the kinds for each axis"):
+        shardc.function(step, mesh=MESH, forbid=forbid)
+    assert shardc.function(step, mesh=MESH, forbid=None)
+
+
 def test_a_pipeline_keeps_it_in_its_stages():
     def loss(params, batch):
         x = shardc.stage_boundary(jnp.tanh(batch @ params["up"] @ params["down"]))
