@@ -118,7 +118,7 @@ def test_errors_of_the_plan_are_one_line_whatever_the_script_handles(run, script
         (["plan", MLP, "--topology", "v9"], "There is no topology 'v9'."),
         (["plan", MLP, "--steps", "3"], "Options of the script stand after -- (see python -m shardc plan --help)"),
         (["plan", f"{SCRIPTS / 'flow.py'}", "--mesh", "data=2"], "flow.py:"),
-        (["plan", f"{SCRIPTS / 'flow.py'}:grab"], "flow.py ends without a call of grab. Did you mean"),
+        (["plan", f"{SCRIPTS / 'flow.py'}:grab"], "flow.py has no grab. Did you mean"),
         (["plan", f"{SCRIPTS / 'layers.py'}"], "layers.py ends without a call of a function of shardc. It has made"),
         (["plan", __file__], "test_source.py ends, and has made no function of shardc."),
     ],
@@ -129,8 +129,59 @@ def test_one_line_for_what_cannot_be(run, words, says):
     assert says in err.splitlines()[-1]
 
 
+@pytest.mark.parametrize(
+    ("name", "planned"),
+    [
+        ("bound", "inner"), ("local", "inner"), ("Trainer.train", "inner"), ("trainer.train", "inner"),
+        ("train", "inner"), ("doubled", "<lambda>"), ("part", "summed"), ("summed", "summed"), ("wrapped", "module"),
+        ("timed_step", "last"),
+    ],
+)  # fmt: skip
+def test_a_name_that_the_script_has_for_a_function(run, script, name, planned):
+    path = script(
+        "import functools, shardc.equinox",
+        "def inner(x): return 2 * x",
+        "def summed(x, n): return x.sum() + n",
+        "def module(x): return 2 * x",
+        "def last(x): return 3 * x",
+        "part = shardc.function(functools.partial(summed, n=1), mesh=mesh)",
+        "doubled = shardc.function(lambda x: 2 * x, mesh=mesh)",
+        "wrapped = shardc.equinox.function(module, mesh=mesh)",
+        "timed_step = shardc.function(last, mesh=mesh)",
+        "class Trainer:",
+        "    def __init__(self): self.train = shardc.function(inner, mesh=mesh)",
+        "    def run(self): self.train(jnp.ones(8))",
+        "def timed(timed_step): timed_step(jnp.ones(8))",
+        "def main():",
+        "    local = shardc.function(inner, mesh=mesh)",
+        "    local(jnp.ones(8))",
+        "x = jnp.ones(8)",
+        "timed(doubled), part(x), wrapped(x), timed(timed_step)",
+        "trainer = Trainer()",
+        "trainer.run()",
+        "main()",
+        "bound = shardc.function(inner, mesh=mesh)",
+        "bound(x)",
+    )
+    code, out, err = run("plan", f"{path}:{name}")
+    assert (code, out.partition(" on ")[0]) == (0, planned), err
+
+
+def test_a_name_that_no_function_can_have_is_refused_before_the_script_runs(run, script, tmp_path):
+    path = script("print('runs')", "f = shardc.function(lambda x: x, mesh=mesh)", "f(jnp.ones(8))", "# zigzag")
+    code, _, err = run("plan", f"{path}:zigzag")
+    assert (code, err.splitlines()) == (2, [f"python -m shardc plan: {path} has no zigzag."])
+    assert run("plan", f"{path}:jnp")[2].endswith("It has made f, and called f.\n")
+    path.write_text(f"import sys\nsys.path.insert(0, {str(tmp_path)!r})\nimport of_a_user\nof_a_user.fit()")
+    (tmp_path / "of_a_user.py").write_text(
+        "import jax.numpy as jnp, shardc\n@shardc.function(mesh=shardc.make_mesh(data=8))\n"
+        "def step(x): return x\ndef fit(): step(jnp.ones(8))"
+    )
+    assert run("plan", f"{path}:step")[1].startswith("step on data=8")
+
+
 def test_functions_that_were_made_and_called_are_named(run):
-    _, _, err = run("plan", SCRIPTS / "flow.py:grab")
+    _, _, err = run("plan", SCRIPTS / "flow.py:learner")
     assert err.endswith("It has made grad, Learner.update, train, and called train, grad, Learner.update.\n")
 
 
