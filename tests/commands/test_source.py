@@ -115,6 +115,7 @@ def test_errors_of_the_plan_are_one_line_whatever_the_script_handles(run, script
         (["plan", "nowhere"], "plan: there is no script nowhere. Or is it a module: -m nowhere?"),
         (["explain", "nowhere.json"], "explain: there is no script nowhere.json."),
         (["plan", MLP, "--mesh", "data"], "'--mesh': \"data\" is not a mesh; write data=4,model=2 (see"),
+        (["plan", MLP, "--mesh", "data=4,data=2"], "'--mesh': \"data=4,data=2\" has axis data twice (see"),
         (["plan", MLP, "--topology", "v9"], "There is no topology 'v9'."),
         (["plan", MLP, "--steps", "3"], "Options of the script stand after -- (see python -m shardc plan --help)"),
         (["plan", f"{SCRIPTS / 'flow.py'}", "--mesh", "data=2"], "flow.py:"),
