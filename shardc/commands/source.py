@@ -105,6 +105,8 @@ class Source:
         where = error.__traceback__
         while where is not None and where.tb_frame.f_globals.get("__name__") in _RUNNERS:
             where = where.tb_next
+        if where is None and isinstance(error, ImportError):  # there is no such module
+            raise ArgumentError(f"{error}.") from None
         traceback.print_exception(error.with_traceback(where))
         if isinstance(error, MeshError) and self.devices is None:
             click.echo("\nTo look at the plan, fake CPU devices do: --devices N.", err=True)

@@ -93,6 +93,15 @@ def test_a_module(run, monkeypatch):
     assert run("plan", "-m", "flow:grad")[1].startswith("grad on data=4")
 
 
+def test_a_module_by_the_console_command():
+    """Its own folder stands first in the path, and the working directory nowhere."""
+    ask = "import sys; sys.path[0] = '/bin'; sys.path[:] = [p for p in sys.path if p]; sys.argv[0] = 'shardc'; "
+    ask += f"sys.path.insert(1, {str(Path(__file__).parents[2])!r}); from shardc.__main__ import main; "
+    ask += "sys.exit(main(['plan', '-m', 'flow:grad', '--devices', '4']))"
+    done = subprocess.run([sys.executable, "-c", ask], cwd=SCRIPTS, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout[:14]) == (0, "grad on data=4"), done.stderr
+
+
 def test_another_machine(run):
     code, out, _ = run("plan", MLP, "--mesh", "data=64,model=8", "--topology", "v5p:8x8x8")
     assert (code, out[:51]) == (0, "step on data=64 x model=8: 512 v5p devices (8x8x8)\n")
@@ -113,6 +122,8 @@ def test_errors_of_the_plan_are_one_line_whatever_the_script_handles(run, script
     [
         (["plan", "nowhere.py"], "plan: there is no script nowhere.py."),
         (["plan", "nowhere"], "plan: there is no script nowhere. Or is it a module: -m nowhere?"),
+        (["plan", "-m", "nowhere:step"], "plan: No module named nowhere."),
+        (["plan", "-m", "train.py:step"], "plan: -m train.py: this is a file, and -m takes the name"),
         (["explain", "nowhere.json"], "explain: there is no script nowhere.json."),
         (["plan", MLP, "--mesh", "data"], "'--mesh': \"data\" is not a mesh; write data=4,model=2 (see"),
         (["plan", MLP, "--mesh", "data=4,data=2"], "'--mesh': \"data=4,data=2\" has axis data twice (see"),
