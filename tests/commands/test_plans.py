@@ -4,6 +4,7 @@ import json
 import re
 from pathlib import Path
 
+import jax.numpy as jnp
 import pytest
 
 import shardc
@@ -85,6 +86,31 @@ def test_diff(run, refused, tmp_path):
     assert out == run("diff", MLP, "--mesh", "data=8", "--topology", "cpu")
     assert "give two scripts or saved plans, or one and --mesh or --topology." in refused("diff", MLP)
     assert "give two" in refused("diff", MLP, MLP, "--mesh", "data=8")
+
+
+def test_a_file_that_cannot_be_written(run, refused, tmp_path):
+    nowhere, folder = tmp_path / "nowhere", tmp_path / "folder.json"
+    for words in (["plan", MLP, "--save", nowhere / "p.json"], ["report", MLP, "--save", nowhere / "p.html"]):
+        assert refused(*words).endswith(f"{words[-1]} cannot be written: there is no folder {nowhere}.")
+    folder.mkdir()
+    assert refused("plan", MLP, "--save", folder).endswith("folder.json cannot be written: Is a directory.")
+    assert refused("plan", "nowhere.py", "--save", "p.txt").endswith(
+        "--save p.txt: a saved plan has to be a .json file."
+    )
+    mesh = shardc.make_mesh(pipe=2)
+    first, second = jnp.ones((8, 8)), jnp.ones((8, 8))
+
+    def staged(first, second, x):
+        return shardc.accumulate(lambda x: (shardc.stage_boundary(x @ first) @ second).sum(), microbatches=2)(x)
+
+    plain = shardc.function(lambda x: 2 * x, mesh=shardc.make_mesh(data=2)).plan(first)
+    pipeline = shardc.function(staged, mesh=mesh, pipeline=shardc.Pipeline()).plan(first, second, first)
+    for plan in (plain, pipeline):
+        for write, name in ((plan.save, "p.json"), (plan.report, "p.html"), (plan.draw, "p.svg")):
+            with pytest.raises(shardc.ArgumentError, match=f"{name} cannot be written: there is no folder .*nowhere"):
+                write(nowhere / name)
+    with pytest.raises(shardc.ArgumentError, match="cannot be written"):
+        pipeline.trace(nowhere / "p.json")
 
 
 def test_saved_plans(run, refused, tmp_path):
