@@ -84,6 +84,8 @@ def test_diff(run, refused, tmp_path):
     out = run("diff", MLP, "--mesh", "data=8")
     assert out.startswith("step on data=4 x model=2, and step on data=8\n") and "Arguments that differ: 2 of 3" in out
     assert out == run("diff", MLP, "--mesh", "data=8", "--topology", "cpu")
+    one, two = run("diff", MLP, "--topology", "v5e:4x2").splitlines()[0].split(", and ")
+    assert one == "step on data=4 x model=2: 8 cpu devices" and two == "step on data=4 x model=2: 8 v5e devices (4x2)"
     assert "give two scripts or saved plans, or one and --mesh or --topology." in refused("diff", MLP)
     assert "give two" in refused("diff", MLP, MLP, "--mesh", "data=8")
 
