@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -108,8 +109,10 @@ class Source:
         if where is None and isinstance(error, ImportError):  # there is no such module
             raise ArgumentError(f"{error}.") from None
         traceback.print_exception(error.with_traceback(where))
-        if isinstance(error, MeshError) and self.devices is None:
-            click.echo("\nTo look at the plan, fake CPU devices do: --devices N.", err=True)
+        need = re.search(r"needs (\d+) devices", str(error))
+        if isinstance(error, MeshError) and (need or self.devices is None):
+            script = "The script makes its own mesh first;" if self.topology or self.axes else "To look at the plan,"
+            click.echo(f"\n{script} fake CPU devices do: --devices {need[1] if need else 'N'}.", err=True)
 
 
 def _refuse_unknown(script: str, name: str) -> None:
@@ -304,8 +307,10 @@ def script_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
     @click.argument("script", metavar="SCRIPT[:FUNCTION]")
     @click.option("-m", "module", is_flag=True, help="The script is the name of a module.")
-    @click.option("--devices", type=values.positive, metavar="N", help="Give the script N fake CPU devices.")
-    @click.option("--topology", metavar="NAME", help="Plan for another machine, without devices: v5p:8x8x8.")
+    @click.option(
+        "--devices", type=values.positive, metavar="N", help="Give the script N fake CPU devices, for its mesh."
+    )
+    @click.option("--topology", metavar="NAME", help="Plan for another machine, without its devices: v5p:8x8x8.")
     @wraps(command)
     def with_source(
         script: str, module: bool, devices: int | None, topology: str | None, axes: Any = None, **others: Any

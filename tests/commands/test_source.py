@@ -8,6 +8,7 @@ import pytest
 
 from shardc.__main__ import main
 from shardc.calls.watch import WATCHERS
+from shardc.launch.job import Script
 
 SCRIPTS = Path(__file__).parent / "scripts"
 MLP = f"{SCRIPTS / 'mlp.py'}:step"
@@ -221,10 +222,16 @@ def test_a_script_that_ends_itself(run, script):
     assert end.value.code == "no data"
 
 
-def test_too_few_devices(run, script):
+def test_too_few_devices(run, script, monkeypatch):
     path = script("shardc.make_mesh(data=64)")
     code, _, err = run("plan", path)
-    assert code == 1 and err.endswith("\nTo look at the plan, fake CPU devices do: --devices N.\n")
+    assert code == 1 and err.endswith("\nTo look at the plan, fake CPU devices do: --devices 64.\n")
+    err = run("plan", path, "--topology", "v5p:2x2x2")[2]
+    assert err.endswith("\nThe script makes its own mesh first; fake CPU devices do: --devices 64.\n")
+    monkeypatch.setattr(Script, "environment", lambda self: {})
+    assert run("plan", path, "--devices", 8)[2].endswith("fake CPU devices do: --devices 64.\n")
+    path.write_text("import shardc\nshardc.make_mesh(data=-1, model=5)")
+    assert run("plan", path)[2].endswith("\nTo look at the plan, fake CPU devices do: --devices N.\n")
 
 
 def test_a_process_of_its_own_with_fake_devices(tmp_path):
