@@ -10,6 +10,7 @@ import pytest
 import shardc
 from shardc.__main__ import main
 from shardc.__main__ import shardc as shardc_command
+from shardc.launch.job import Script
 from tests.commands.test_source import MLP, SCRIPTS
 
 ROOT = Path(__file__).parents[2]
@@ -152,8 +153,14 @@ def test_tune(run, source):
     assert "3 candidates planned" in out and "\nThe best: shardc.function(..., mesh=" in out
 
 
-def test_tune_for_another_machine(run, refused):
+def test_tune_for_another_machine(run, refused, monkeypatch):
     assert run("tune", MLP, "--tries", "2", "--topology", "v5p:4x4x4").startswith("step on 64 v5p devices (4x4x4)\n")
+    assert "--topology v5p has no number of devices: add a shape" in refused("tune", MLP, "--topology", "v5p")
+    monkeypatch.setattr(Script, "environment", lambda self: {})
+    fitting = run("tune", MLP, "--tries", "2", "--topology", "v5p", "--devices", "8")
+    assert fitting.startswith("step on 8 v5p devices (2x2x2)\n")
+    sliced = run("tune", MLP, "--tries", "2", "--topology", "v5p:4x4x4", "--devices", "8")
+    assert sliced.startswith("step on 64 v5p devices (4x4x4)\n")
     assert "is a flow" in refused("tune", FLOW)
 
 
