@@ -7,7 +7,10 @@ with its numbers, and a fix. One error lists all offenders.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from os import PathLike
+from pathlib import Path
 
 
 class ShardcError(Exception):
@@ -143,6 +146,21 @@ def is_of_another_process(error: BaseException) -> bool:
     return any(
         isinstance(e, PeerLostError) or (isinstance(e, PipelineError) and e.process is not None) for e in causes(error)
     )
+
+
+@contextmanager
+def writing(path: str | PathLike[str]) -> Generator[None]:
+    """A context in which a file that a user names is written.
+
+    Raises:
+      ArgumentError: the file cannot be written there.
+    """
+    try:
+        yield
+    except OSError as error:
+        folder = Path(path).parent
+        why = error.strerror if folder.is_dir() else f"there is no folder {folder}"
+        raise ArgumentError(f"{path} cannot be written: {why}.") from None
 
 
 def did_you_mean(word: str, words: Iterable[str]) -> str:

@@ -10,7 +10,7 @@ import jax
 
 from shardc import compat
 from shardc.compiled import CompiledCall
-from shardc.errors import PipelineError
+from shardc.errors import PipelineError, writing
 from shardc.execute.pipeline_executable import PipelineExecutable
 from shardc.passes.trace.trace import is_array
 from shardc.pipeline.make import make_pipeline_plan, with_schedule
@@ -58,7 +58,8 @@ class PipelinePlan(PlanFace, Drawn, MpmdPlan):
         A pipeline is planned anew each time: `function(plan=...)` takes no plan of one.
         """
         saved = record_borders(self.program, self.mesh, self.inputs, self.outputs, self.seconds, self.gap)
-        Path(path).write_text(to_json(saved), "utf-8")
+        with writing(path):
+            Path(path).write_text(to_json(saved), "utf-8")
 
     @property
     def chart(self) -> Chart:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, Self, cast
 import jax
 
 from shardc import compat
-from shardc.errors import ArgumentError, PipelineError, ShardcError
+from shardc.errors import ArgumentError, PipelineError, ShardcError, writing
 from shardc.passes.estimate.flops import flops_by_type
 from shardc.plan.digest import digest_of
 from shardc.plan.make import DoesNotFit
@@ -169,7 +169,8 @@ class Plan(PlanFace, SpmdPlan):
         `shardc.function(plan=path)` lowers it as it is, without a search; `shardc.load_plan(path)` reads it. Numbers in
         the program may change until then; its operations, shapes and mesh may not.
         """
-        Path(path).write_text(to_json(record(self)), "utf-8")
+        with writing(path):
+            Path(path).write_text(to_json(record(self)), "utf-8")
 
     def draw(self, path: str | PathLike[str]) -> None:
         """Draws a call into an `.svg` or `.png` file: what its time goes to, and the bytes in memory, along the call.

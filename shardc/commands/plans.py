@@ -31,6 +31,8 @@ def plan_command(source: Source, save: str | None, as_json: bool) -> None:
     called. The script runs up to that call, and ends there. SCRIPT may be a saved plan too.
     """
     width = terminal_width()
+    if save and not save.endswith(".json"):
+        raise ArgumentError(f"--save {save}: a saved plan has to be a .json file.")
 
     def text(call: FirstCall) -> str:
         plan = call.plan()

@@ -84,7 +84,7 @@ def run_command(
     """Run the same script in several processes: on this machine, on hosts that ssh reaches, or under Slurm, Open MPI,
     Kubernetes or Ray."""
     least, most = processes or (None, None)
-    program = Script(script, arguments, module, devices)
+    program = Script(script, arguments[arguments[:1] == ("--",) :], module, devices)  # one -- ends the options of run
     program.refuse_missing()
     made = RunOptions(program, most, least, **options)
     if made.log:

@@ -6,13 +6,17 @@ script ends.
 
 from __future__ import annotations
 
+import ast
 import os
+import re
 import sys
 import traceback
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from functools import wraps
+from pathlib import Path
+from types import ModuleType
 from typing import Any, Final, Generic, TypeVar
 
 import click
@@ -26,6 +30,7 @@ from shardc.flows import Flow
 from shardc.launch.child import run_script
 from shardc.launch.job import Script
 from shardc.machine.mesh import make_mesh, view
+from shardc.passes.trace.trace import where_of
 from shardc.plan.saved_plan import SavedPlan, load_plan
 
 T = TypeVar("T")
@@ -78,6 +83,8 @@ class Source:
             script, name = self.text, ""
         program = Script(script, tuple(self.arguments), self.module, self.devices)
         program.refuse_missing()
+        if name and not self.module:
+            _refuse_unknown(script, name)
         if self.devices is not None:
             os.environ.update(program.environment())
             jax.config.update("jax_platforms", "cpu")  # JAX has read the environment already
@@ -99,11 +106,34 @@ class Source:
         where = error.__traceback__
         while where is not None and where.tb_frame.f_globals.get("__name__") in _RUNNERS:
             where = where.tb_next
+        if where is None and isinstance(error, ImportError):  # there is no such module
+            raise ArgumentError(f"{error}.") from None
         traceback.print_exception(error.with_traceback(where))
-        if isinstance(error, MeshError) and self.devices is None:
-            click.echo("\nTo look at the plan, fake CPU devices do: --devices N.", err=True)
+        need = re.search(r"needs (\d+) devices", str(error))
+        if isinstance(error, MeshError) and (need or self.devices is None):
+            script = "The script makes its own mesh first;" if self.topology or self.axes else "To look at the plan,"
+            click.echo(f"\n{script} fake CPU devices do: --devices {need[1] if need else 'N'}.", err=True)
 
 
+def _refuse_unknown(script: str, name: str) -> None:
+    """Raise ArgumentError for a name that the text of a script lacks, if nothing that it imports can have it either."""
+    try:
+        nodes = [*ast.walk(ast.parse(Path(script).read_bytes()))]
+    except (SyntaxError, ValueError, OSError):  # Python says it when the script runs, or it is a folder
+        return
+    imports = [a.name for n in nodes if isinstance(n, ast.Import) for a in n.names]
+    imports += ["." * n.level + (n.module or "") for n in nodes if isinstance(n, ast.ImportFrom)]
+    words = {str(w) for n in nodes for w in (getattr(n, a, None) for a in ("id", "attr", "name", "asname", "arg")) if w}
+    texts = {n.value.rpartition(".")[2] for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)}
+    last = name.rpartition(".")[2]
+    if last not in words | texts and {i.partition(".")[0] for i in imports} <= _WITHOUT_FUNCTIONS:
+        raise ArgumentError(f"{script} has no {name}.{did_you_mean(last, words)}")
+
+
+_WITHOUT_FUNCTIONS: Final = sys.stdlib_module_names - {"importlib", "runpy"} | {
+    "equinox", "flax", "jax", "jaxlib", "numpy", "optax", "shardc",
+}  # fmt: skip
+"""Modules that make no function of shardc, and import no module of a user."""
 _RUNNERS: Final = (__name__, "shardc.launch.child", "runpy")
 """Modules whose frames lead to a script."""
 
@@ -163,7 +193,7 @@ class _Waiting(Generic[T]):
 
     def __init__(self, source: Source, script: str, name: str, use: Callable[[FirstCall], T]) -> None:
         self._source, self._script, self._name, self._use = source, script, name, use
-        self._made, self._called = dict[str, None](), dict[str, None]()
+        self._made, self._called = dict[Any, str](), dict[str, None]()
         self._given: list[T] = []
         self._error: ShardcError | None = None
         self._at_work = False
@@ -174,14 +204,15 @@ class _Waiting(Generic[T]):
 
     def made(self, function: Any) -> None:
         if not self._at_work:
-            self._made[_name_of(function)] = None
+            self._made[function] = _own_name(function)
 
     def called(self, function: Any, *call: Any) -> None:
-        name = _name_of(function)
         if self._at_work:
             return
+        names = [_own_name(function), *_names_where_called(function)]
+        self._made[function] = name = next((n for n in names if "<" not in n), names[0])
         self._called[name] = None
-        if self._name and not f".{name}".endswith(f".{self._name}"):
+        if self._name and not any(f".{n}".endswith(f".{self._name}") for n in names):
             return
         if not self.found:
             self._at_work = True
@@ -208,13 +239,42 @@ class _Waiting(Generic[T]):
         near = did_you_mean(self._name, self._called)
         raise ArgumentError(
             f"{self._script} ends without a call of {self._name or 'a function of shardc'}.{near} It has made "
-            f"{', '.join(self._made)}, and called {', '.join(self._called) or 'none of them'}."
+            f"{', '.join(dict.fromkeys(self._made.values()))}, and called {', '.join(self._called) or 'none of them'}."
         )
 
 
-def _name_of(function: Any) -> str:
-    """`step`, or `Trainer.step`."""
-    return getattr(function, "__qualname__", type(function).__name__).rpartition("<locals>.")[2]
+def _own_name(function: Any) -> str:
+    """`step`, or `Trainer.step`; of a lambda where it is, as no name can mean it."""
+    fn = getattr(function, "__wrapped__", function)
+    fn = getattr(fn, "func", fn)  # a partial's
+    name = getattr(function, "__qualname__", getattr(fn, "__qualname__", type(fn).__name__)).rpartition("<locals>.")[2]
+    return where_of(fn) if "<" in name else name
+
+
+def _names_where_called(function: Any) -> Iterator[str]:
+    """The names that a function has in its callers: of variables, `step`, and of what these hold, `Trainer.step`.
+
+    A caller's argument is no name of it: `def timed(step)` gets other functions too.
+    """
+    called, frame = [function], sys._getframe(2)  # pyright: ignore[reportPrivateUsage]
+    while (package := frame.f_globals.get("__name__", "").partition(".")[0]) in _FRAMEWORKS and frame.f_back:
+        called.append(frame.f_locals.get("self", function))  # what is made of the function, as shardc.flax.function
+        frame = frame.f_back
+    while frame is not None and package != "runpy":
+        names, code = {**frame.f_globals, **frame.f_locals}, frame.f_code
+        taken = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+        for name, value in names.items() if package not in _FRAMEWORKS else ():
+            if name not in taken and any(value is c for c in called):
+                yield name
+            held = {} if isinstance(value, ModuleType) else getattr(value, "__dict__", {})
+            for attribute in [a for a, v in held.items() if any(v is c for c in called)]:
+                yield from (f"{name}.{attribute}", f"{type(value).__name__}.{attribute}")
+        frame = frame.f_back
+        package = "" if frame is None else frame.f_globals.get("__name__", "").partition(".")[0]
+
+
+_FRAMEWORKS: Final = ("shardc", "jax", "flax")
+"""Packages between the call in a script and its watcher."""
 
 
 # -- on a command line
@@ -247,8 +307,10 @@ def script_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
     @click.argument("script", metavar="SCRIPT[:FUNCTION]")
     @click.option("-m", "module", is_flag=True, help="The script is the name of a module.")
-    @click.option("--devices", type=values.positive, metavar="N", help="Give the script N fake CPU devices.")
-    @click.option("--topology", metavar="NAME", help="Plan for another machine, without devices: v5p:8x8x8.")
+    @click.option(
+        "--devices", type=values.positive, metavar="N", help="Give the script N fake CPU devices, for its mesh."
+    )
+    @click.option("--topology", metavar="NAME", help="Plan for another machine, without its devices: v5p:8x8x8.")
     @wraps(command)
     def with_source(
         script: str, module: bool, devices: int | None, topology: str | None, axes: Any = None, **others: Any

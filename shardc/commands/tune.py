@@ -13,6 +13,8 @@ import click
 from shardc.api import Function
 from shardc.commands import values
 from shardc.commands.source import FirstCall, ScriptCommand, Source, script_options
+from shardc.errors import ArgumentError
+from shardc.machine.topology import parse_topology
 from shardc.report.tables import terminal_width
 from shardc.tuning.tune import tune
 from shardc.tuning.tuning import Tuning
@@ -24,7 +26,8 @@ from shardc.tuning.tuning import Tuning
 def tune_command(source: Source, tries: int) -> None:
     """Choose the mesh for a function: plan its call on all meshes of so many devices, and rank the plans.
 
-    The devices are those of --topology, as v5p:4x4x4; without it those that JAX finds, or --devices of the CPU.
+    The devices are those of --topology, as v5p:4x4x4, or --devices of it, as v5p; without it those that JAX finds, or
+    --devices of the CPU.
     Placements stay where the function pins them.
     """
     width = terminal_width()
@@ -35,10 +38,16 @@ def tuned(call: FirstCall, tries: int) -> Tuning:
     """`shardc.tune` of the function of a call, with its own placements."""
     function = call.of_one_function("tune")
     (taken,), options = call.call, function.options
-    given = taken.tree.unflatten(taken.leaves)
+    given, topology, devices = taken.tree.unflatten(taken.leaves), call.source.topology, None
+    if topology is not None and not parse_topology(topology).shape:
+        devices = call.source.devices
+        if devices is None:
+            raise ArgumentError(
+                f"--topology {topology} has no number of devices: add a shape, as v5p:4x4x4, or --devices 64."
+            )
     return tune(
-        _by_position(function, list(given), dict(taken.static)), *given.values(), topology=call.source.topology,
-        tries=tries, in_placements=options.in_placements, out_placements=options.out_placements,
+        _by_position(function, list(given), dict(taken.static)), *given.values(), topology=topology,
+        devices=devices, tries=tries, in_placements=options.in_placements, out_placements=options.out_placements,
         donate_argnames=options.donate, forbid=options.forbid,
     )  # fmt: skip
 

@@ -38,6 +38,9 @@ def mesh(text: str) -> dict[str, Any]:
     pairs = [part.partition("=") for part in text.split(",")]
     if not all(axis.isidentifier() and n.isdecimal() and int(n) for axis, _, n in pairs):
         raise click.BadParameter(f'"{text}" is not a mesh; write data=4,model=2')
+    axes = [axis for axis, _, _ in pairs]
+    if twice := [axis for axis in dict.fromkeys(axes) if axes.count(axis) > 1]:
+        raise click.BadParameter(f'"{text}" has axis {", ".join(twice)} twice')
     return {axis: int(n) for axis, _, n in pairs}
 
 

@@ -87,6 +87,8 @@ def run_script(words: list[str]) -> None:
     name, *arguments = words[is_module:]
     sys.argv = [name, *arguments]
     if is_module:
+        if not sys.flags.safe_path:
+            sys.path.insert(0, os.getcwd())  # a console command has its own folder first
         runpy.run_module(name, run_name="__main__", alter_sys=True)
         return
     if not sys.flags.safe_path:

@@ -69,6 +69,8 @@ class Script:
 
     def refuse_missing(self) -> None:
         """Raise ArgumentError if there is no such file; a module is looked for when it is run."""
+        if self.module and (self.name.endswith(".py") or "/" in self.name):
+            raise ArgumentError(f"-m {self.name}: this is a file, and -m takes the name of a module; leave out -m.")
         if not self.module and not Path(self.name).exists():
             hint = "" if "/" in self.name or "." in self.name else f" Or is it a module: -m {self.name}?"
             raise ArgumentError(f"there is no script {self.name}.{hint}")

@@ -11,6 +11,7 @@ from shardc.plan.saved_plan import SavedLeaf, SavedPlan, record, record_borders
 from shardc.report.tables import (
     Section,
     bytes_text,
+    devices_text,
     fold_paths,
     fold_rows,
     number_text,
@@ -82,7 +83,9 @@ def _order(plan: PlanView) -> str:
 
 
 def _totals(one: PlanView, other: PlanView) -> Section:
-    names = (_name(one), _name(other))
+    names = [_name(plan) for plan in (one, other)]
+    if one.mesh.topology != other.mesh.topology:
+        names = [f"{_name(plan)}: {devices_text(plan.mesh.topology, plan.mesh.size)}" for plan in (one, other)]
     head = f"Two plans of {names[0]}" if names[0] == names[1] else f"{names[0]}, and {names[1]}"
     figures = zip(
         ("time of a call", "sent by each device", "peak memory", "collectives"),

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from shardc.errors import PipelineError
+from shardc.errors import PipelineError, writing
 from shardc.report.chart import Chart, Track, scale_of
 from shardc.report.tables import bytes_text
 
@@ -68,7 +68,7 @@ def picture_file(path: Path) -> Generator[Callable[[Figure], None], None, None]:
             "The timeline as text and the trace do not need it."
         ) from None
     metadata: dict[str, Any] = {"Date": None} if path.suffix.lower() == ".svg" else {}
-    with mpl.rc_context(_SETTINGS):
+    with mpl.rc_context(_SETTINGS), writing(path):
         yield lambda figure: figure.savefig(path, dpi=150, metadata=metadata)
 
 

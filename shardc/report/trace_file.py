@@ -13,7 +13,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from shardc.errors import PipelineError
+from shardc.errors import PipelineError, writing
 from shardc.report.chart import Chart, Track
 from shardc.runtime.actor import Message, Span
 
@@ -27,7 +27,8 @@ def write_trace(chart: Chart, path: str | Path) -> None:
     path = Path(path)
     if path.suffix.lower() != ".json":
         raise PipelineError(f"{path}: a trace has to be a .json file.")
-    path.write_text(json.dumps(trace_events(chart), separators=(",", ":")), encoding="utf-8")
+    with writing(path):
+        path.write_text(json.dumps(trace_events(chart), separators=(",", ":")), encoding="utf-8")
 
 
 def trace_events(chart: Chart) -> dict[str, Any]:

@@ -4,11 +4,13 @@ import json
 import re
 from pathlib import Path
 
+import jax.numpy as jnp
 import pytest
 
 import shardc
 from shardc.__main__ import main
 from shardc.__main__ import shardc as shardc_command
+from shardc.launch.job import Script
 from tests.commands.test_source import MLP, SCRIPTS
 
 ROOT = Path(__file__).parents[2]
@@ -83,8 +85,35 @@ def test_diff(run, refused, tmp_path):
     out = run("diff", MLP, "--mesh", "data=8")
     assert out.startswith("step on data=4 x model=2, and step on data=8\n") and "Arguments that differ: 2 of 3" in out
     assert out == run("diff", MLP, "--mesh", "data=8", "--topology", "cpu")
+    one, two = run("diff", MLP, "--topology", "v5e:4x2").splitlines()[0].split(", and ")
+    assert one == "step on data=4 x model=2: 8 cpu devices" and two == "step on data=4 x model=2: 8 v5e devices (4x2)"
     assert "give two scripts or saved plans, or one and --mesh or --topology." in refused("diff", MLP)
     assert "give two" in refused("diff", MLP, MLP, "--mesh", "data=8")
+
+
+def test_a_file_that_cannot_be_written(run, refused, tmp_path):
+    nowhere, folder = tmp_path / "nowhere", tmp_path / "folder.json"
+    for words in (["plan", MLP, "--save", nowhere / "p.json"], ["report", MLP, "--save", nowhere / "p.html"]):
+        assert refused(*words).endswith(f"{words[-1]} cannot be written: there is no folder {nowhere}.")
+    folder.mkdir()
+    assert refused("plan", MLP, "--save", folder).endswith("folder.json cannot be written: Is a directory.")
+    assert refused("plan", "nowhere.py", "--save", "p.txt").endswith(
+        "--save p.txt: a saved plan has to be a .json file."
+    )
+    mesh = shardc.make_mesh(pipe=2)
+    first, second = jnp.ones((8, 8)), jnp.ones((8, 8))
+
+    def staged(first, second, x):
+        return shardc.accumulate(lambda x: (shardc.stage_boundary(x @ first) @ second).sum(), microbatches=2)(x)
+
+    plain = shardc.function(lambda x: 2 * x, mesh=shardc.make_mesh(data=2)).plan(first)
+    pipeline = shardc.function(staged, mesh=mesh, pipeline=shardc.Pipeline()).plan(first, second, first)
+    for plan in (plain, pipeline):
+        for write, name in ((plan.save, "p.json"), (plan.report, "p.html"), (plan.draw, "p.svg")):
+            with pytest.raises(shardc.ArgumentError, match=f"{name} cannot be written: there is no folder .*nowhere"):
+                write(nowhere / name)
+    with pytest.raises(shardc.ArgumentError, match="cannot be written"):
+        pipeline.trace(nowhere / "p.json")
 
 
 def test_saved_plans(run, refused, tmp_path):
@@ -124,8 +153,14 @@ def test_tune(run, source):
     assert "3 candidates planned" in out and "\nThe best: shardc.function(..., mesh=" in out
 
 
-def test_tune_for_another_machine(run, refused):
+def test_tune_for_another_machine(run, refused, monkeypatch):
     assert run("tune", MLP, "--tries", "2", "--topology", "v5p:4x4x4").startswith("step on 64 v5p devices (4x4x4)\n")
+    assert "--topology v5p has no number of devices: add a shape" in refused("tune", MLP, "--topology", "v5p")
+    monkeypatch.setattr(Script, "environment", lambda self: {})
+    fitting = run("tune", MLP, "--tries", "2", "--topology", "v5p", "--devices", "8")
+    assert fitting.startswith("step on 8 v5p devices (2x2x2)\n")
+    sliced = run("tune", MLP, "--tries", "2", "--topology", "v5p:4x4x4", "--devices", "8")
+    assert sliced.startswith("step on 64 v5p devices (4x4x4)\n")
     assert "is a flow" in refused("tune", FLOW)
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from shardc.__main__ import main
 from shardc.calls.watch import WATCHERS
+from shardc.launch.job import Script
 
 SCRIPTS = Path(__file__).parent / "scripts"
 MLP = f"{SCRIPTS / 'mlp.py'}:step"
@@ -93,6 +94,15 @@ def test_a_module(run, monkeypatch):
     assert run("plan", "-m", "flow:grad")[1].startswith("grad on data=4")
 
 
+def test_a_module_by_the_console_command():
+    """Its own folder stands first in the path, and the working directory nowhere."""
+    ask = "import sys; sys.path[0] = '/bin'; sys.path[:] = [p for p in sys.path if p]; sys.argv[0] = 'shardc'; "
+    ask += f"sys.path.insert(1, {str(Path(__file__).parents[2])!r}); from shardc.__main__ import main; "
+    ask += "sys.exit(main(['plan', '-m', 'flow:grad', '--devices', '4']))"
+    done = subprocess.run([sys.executable, "-c", ask], cwd=SCRIPTS, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout[:14]) == (0, "grad on data=4"), done.stderr
+
+
 def test_another_machine(run):
     code, out, _ = run("plan", MLP, "--mesh", "data=64,model=8", "--topology", "v5p:8x8x8")
     assert (code, out[:51]) == (0, "step on data=64 x model=8: 512 v5p devices (8x8x8)\n")
@@ -113,12 +123,15 @@ def test_errors_of_the_plan_are_one_line_whatever_the_script_handles(run, script
     [
         (["plan", "nowhere.py"], "plan: there is no script nowhere.py."),
         (["plan", "nowhere"], "plan: there is no script nowhere. Or is it a module: -m nowhere?"),
+        (["plan", "-m", "nowhere:step"], "plan: No module named nowhere."),
+        (["plan", "-m", "train.py:step"], "plan: -m train.py: this is a file, and -m takes the name"),
         (["explain", "nowhere.json"], "explain: there is no script nowhere.json."),
         (["plan", MLP, "--mesh", "data"], "'--mesh': \"data\" is not a mesh; write data=4,model=2 (see"),
+        (["plan", MLP, "--mesh", "data=4,data=2"], "'--mesh': \"data=4,data=2\" has axis data twice (see"),
         (["plan", MLP, "--topology", "v9"], "There is no topology 'v9'."),
         (["plan", MLP, "--steps", "3"], "Options of the script stand after -- (see python -m shardc plan --help)"),
         (["plan", f"{SCRIPTS / 'flow.py'}", "--mesh", "data=2"], "flow.py:"),
-        (["plan", f"{SCRIPTS / 'flow.py'}:grab"], "flow.py ends without a call of grab. Did you mean"),
+        (["plan", f"{SCRIPTS / 'flow.py'}:grab"], "flow.py has no grab. Did you mean"),
         (["plan", f"{SCRIPTS / 'layers.py'}"], "layers.py ends without a call of a function of shardc. It has made"),
         (["plan", __file__], "test_source.py ends, and has made no function of shardc."),
     ],
@@ -129,8 +142,59 @@ def test_one_line_for_what_cannot_be(run, words, says):
     assert says in err.splitlines()[-1]
 
 
+@pytest.mark.parametrize(
+    ("name", "planned"),
+    [
+        ("bound", "inner"), ("local", "inner"), ("Trainer.train", "inner"), ("trainer.train", "inner"),
+        ("train", "inner"), ("doubled", "<lambda>"), ("part", "summed"), ("summed", "summed"), ("wrapped", "module"),
+        ("timed_step", "last"),
+    ],
+)  # fmt: skip
+def test_a_name_that_the_script_has_for_a_function(run, script, name, planned):
+    path = script(
+        "import functools, shardc.equinox",
+        "def inner(x): return 2 * x",
+        "def summed(x, n): return x.sum() + n",
+        "def module(x): return 2 * x",
+        "def last(x): return 3 * x",
+        "part = shardc.function(functools.partial(summed, n=1), mesh=mesh)",
+        "doubled = shardc.function(lambda x: 2 * x, mesh=mesh)",
+        "wrapped = shardc.equinox.function(module, mesh=mesh)",
+        "timed_step = shardc.function(last, mesh=mesh)",
+        "class Trainer:",
+        "    def __init__(self): self.train = shardc.function(inner, mesh=mesh)",
+        "    def run(self): self.train(jnp.ones(8))",
+        "def timed(timed_step): timed_step(jnp.ones(8))",
+        "def main():",
+        "    local = shardc.function(inner, mesh=mesh)",
+        "    local(jnp.ones(8))",
+        "x = jnp.ones(8)",
+        "timed(doubled), part(x), wrapped(x), timed(timed_step)",
+        "trainer = Trainer()",
+        "trainer.run()",
+        "main()",
+        "bound = shardc.function(inner, mesh=mesh)",
+        "bound(x)",
+    )
+    code, out, err = run("plan", f"{path}:{name}")
+    assert (code, out.partition(" on ")[0]) == (0, planned), err
+
+
+def test_a_name_that_no_function_can_have_is_refused_before_the_script_runs(run, script, tmp_path):
+    path = script("print('runs')", "f = shardc.function(lambda x: x, mesh=mesh)", "f(jnp.ones(8))", "# zigzag")
+    code, _, err = run("plan", f"{path}:zigzag")
+    assert (code, err.splitlines()) == (2, [f"python -m shardc plan: {path} has no zigzag."])
+    assert run("plan", f"{path}:jnp")[2].endswith("It has made f, and called f.\n")
+    path.write_text(f"import sys\nsys.path.insert(0, {str(tmp_path)!r})\nimport of_a_user\nof_a_user.fit()")
+    (tmp_path / "of_a_user.py").write_text(
+        "import jax.numpy as jnp, shardc\n@shardc.function(mesh=shardc.make_mesh(data=8))\n"
+        "def step(x): return x\ndef fit(): step(jnp.ones(8))"
+    )
+    assert run("plan", f"{path}:step")[1].startswith("step on data=8")
+
+
 def test_functions_that_were_made_and_called_are_named(run):
-    _, _, err = run("plan", SCRIPTS / "flow.py:grab")
+    _, _, err = run("plan", SCRIPTS / "flow.py:learner")
     assert err.endswith("It has made grad, Learner.update, train, and called train, grad, Learner.update.\n")
 
 
@@ -158,10 +222,16 @@ def test_a_script_that_ends_itself(run, script):
     assert end.value.code == "no data"
 
 
-def test_too_few_devices(run, script):
+def test_too_few_devices(run, script, monkeypatch):
     path = script("shardc.make_mesh(data=64)")
     code, _, err = run("plan", path)
-    assert code == 1 and err.endswith("\nTo look at the plan, fake CPU devices do: --devices N.\n")
+    assert code == 1 and err.endswith("\nTo look at the plan, fake CPU devices do: --devices 64.\n")
+    err = run("plan", path, "--topology", "v5p:2x2x2")[2]
+    assert err.endswith("\nThe script makes its own mesh first; fake CPU devices do: --devices 64.\n")
+    monkeypatch.setattr(Script, "environment", lambda self: {})
+    assert run("plan", path, "--devices", 8)[2].endswith("fake CPU devices do: --devices 64.\n")
+    path.write_text("import shardc\nshardc.make_mesh(data=-1, model=5)")
+    assert run("plan", path)[2].endswith("\nTo look at the plan, fake CPU devices do: --devices N.\n")
 
 
 def test_a_process_of_its_own_with_fake_devices(tmp_path):

@@ -92,6 +92,8 @@ def test_options_arrive(script, monkeypatch):
     assert main(["run", *words, str(script), "--processes", "9", "-m"]) == 5
     made = Script(str(script), ("--processes", "9", "-m"), False, 3)
     assert seen == [(RunOptions(made, 4, None, 2, 1, silence=2.5), 4)]
+    assert main(["run", "--processes", "4", str(script), "--", "--steps", "9", "--"]) == 5
+    assert seen.pop()[0].script.arguments == ("--steps", "9", "--")
     assert main(["run", "--processes", "1", "--log", str(script.parent / "a" / "b"), "-m", "package.module"]) == 5
     assert seen[1][0].script == Script("package.module", (), True, None)
     assert (script.parent / "a" / "b").stat().st_mode & 0o777 == 0o700

@@ -9,7 +9,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from shardc.errors import ArgumentError
+from shardc.errors import ArgumentError, writing
 from shardc.pipeline.plan import MpmdPlan, PlanView
 from shardc.plan.plan import SpmdPlan
 from shardc.report.chart import Chart, planned_chart
@@ -82,7 +82,7 @@ def write_page(page: Page, path: str | PathLike[str]) -> None:
     """Write a page into an `.html` file.
 
     Raises:
-      ArgumentError: another ending, or jinja2 is not installed.
+      ArgumentError: another ending, a file that cannot be written, or jinja2 is not installed.
     """
     path = Path(path)
     if path.suffix.lower() not in (".html", ".htm"):
@@ -94,7 +94,8 @@ def write_page(page: Page, path: str | PathLike[str]) -> None:
             f'{path}: reports need jinja2, which is not installed: pip install "shardc[report]". '
             "plan.explain() does not need it."
         ) from None
-    path.write_text(templates.get_template("page.html").render(page=page), "utf-8")
+    with writing(path):
+        path.write_text(templates.get_template("page.html").render(page=page), "utf-8")
 
 
 def environment() -> Environment:
