@@ -60,9 +60,10 @@ def _figure(plan: SpmdPlan, course: Course) -> Figure:
     _draw_memory(plan, course, axes(_FOOT, _MEMORY))
     time, hbm = plan.time, plan.mesh.topology.hbm
     overlap = f", of which {seconds_text(time.overlapped)} overlap" if time.overlapped else ""
+    host = f", {seconds_text(time.host)} moving to and from host memory" * bool(time.host)
     lines = (
         f"{seconds_text(plan.seconds)} a call: {seconds_text(time.computing)} computing, {seconds_text(time.moving)} "
-        f"in collectives{overlap}",
+        f"in collectives{overlap}{host}",
         f"peak memory {bytes_text(plan.memory.peak)} of {bytes_text(hbm)} ({percent_text(plan.memory.peak / hbm)})",
     )
     figure.text(

@@ -67,6 +67,20 @@ def test_warnings_come_first_and_alike_notes_once(tmp_path):
     assert text.index("not donated") < text.index("Time of a call")
 
 
+def test_values_on_the_host_are_seen():
+    plan = plans.offloaded()
+    page = page_of(plan)
+    cards = {figure.name: figure for figure in page.figures}
+    assert cards["Host memory"].value == bytes_text(plan.memory.host) and page.warnings == []
+    assert seconds_text(plan.time.host) in cards["Host memory"].note
+    at = {row["path"]: row["placement"] for row in page.data["arrays"][0]["rows"]}
+    assert [path for path, where in at.items() if where.endswith(", on the host")] == ["opt_state/mu"]
+    assert "moving to and from host memory" in [kind[0] for kind in page.data["course"]["kinds"]]
+    assert page_of(plans.offloaded(None)).warnings == [
+        "Values live in host memory, but fake CPU devices share it: nothing is saved."
+    ]
+
+
 def test_a_pipeline_has_runs_ranks_and_schedule():
     plan = plans.pipeline()
     data = page_of(plan).data

@@ -10,7 +10,7 @@ from tests.report.page import plans
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-@pytest.mark.parametrize("make", [plans.spmd, plans.with_loops])
+@pytest.mark.parametrize("make", [plans.spmd, plans.with_loops, plans.offloaded])
 def test_an_svg_says_what_the_plan_says(make, tmp_path):
     plan = make()
     plan.draw(tmp_path / "plan.svg")
@@ -21,6 +21,7 @@ def test_an_svg_says_what_the_plan_says(make, tmp_path):
         *{c.kind for c in plan.collectives},
     } <= texts
     assert any(text.startswith("peak memory ") for text in texts)
+    assert ("moving to and from host memory" in texts) is bool(plan.time.host)
 
 
 def test_a_png_and_other_endings(tmp_path):
