@@ -1,5 +1,6 @@
 """The page: its data, its escaping, and itself in headless Chromium, with clicks."""
 
+import colorsys
 import html
 import json
 import re
@@ -186,6 +187,38 @@ def test_clicks(tmp_path):
                 for where in at
             ]
             assert [[[a, a + n] for a, n in place] for place in wanted] == places
+
+
+PIECES = """
+await wait(() => $(".picture svg"));
+const colourOfChip = e => getComputedStyle(e.querySelector("i")).backgroundColor;
+found.chips = Object.fromEntries(all("#places .chip").map(e => [e.textContent, colourOfChip(e)]));
+for (const path of ["params/down", "x"]) {
+  all("#places tbody button").find(e => e.textContent === path).click();
+  found[path] = [all(".picture svg:first-of-type rect.stripe").map(e => getComputedStyle(e).fill),
+    all(".picture text.in").map(e => e.textContent), getComputedStyle($(".picture text.in")).fill];
+}
+"""
+
+
+def test_pieces_have_shades_of_the_colour_of_the_axis_that_cuts_them(tmp_path):
+    plans.spmd().report(tmp_path / "plan.html")
+    found = browse(tmp_path / "plan.html", PIECES)
+
+    def parts(colour):
+        return [int(part) / 255 for part in re.findall(r"\d+", colour)[:3]]
+
+    def light(colour):
+        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts(colour)]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2] + 0.05
+
+    for path, axis, pieces in (("params/down", "model = 2", 2), ("x", "data = 4", 4)):
+        fills, texts, ink = found[path]
+        assert len(set(fills)) == pieces and len(fills) == len(texts) == 8  # a label in each cell
+        for fill in set(fills):
+            hues = [colorsys.rgb_to_hls(*parts(colour))[0] for colour in (fill, found["chips"][axis])]
+            assert hues[0] == pytest.approx(hues[1], abs=0.02)
+            assert light(fill) / light(ink) > 4.5
 
 
 RUNS = """
