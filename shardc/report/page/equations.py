@@ -19,6 +19,8 @@ from shardc.plan.plan import PlacedProgram
 from shardc.report.tables import placement_text
 
 _FUNCTION: Final = re.compile(r" \(([^()]*)\)$")
+_EINSUM: Final = re.compile(r"[\w\s.,]*->[\w\s.]*")
+"""The scope that `jnp.einsum` makes of its subscripts. It is no module: what is in it belongs to the caller."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,7 @@ class Maker:
 
 def shown(names: tuple[str, ...], line: str, backward: bool) -> tuple[str, ...]:
     """The scopes of an equation as they are shown."""
+    names = tuple(name for name in names if not _EINSUM.fullmatch(name))
     if not names and (found := _FUNCTION.search(line)):
         names = (found[1],)
     return (*["backward"] * backward, *names)

@@ -74,6 +74,11 @@ def test_moves_between_the_memories_stand_with_the_reader_and_the_maker():
     assert {row.scopes for row in rows} == {("adam",)} and all("(adam)" in row.line for row in rows)
 
 
+def test_an_einsum_is_a_line_of_the_function_that_calls_it():
+    rows = [row for row in program_rows(plans.offloaded()).rows if row.operation == "dot_general"]
+    assert {row.scopes for row in rows} == {("adam",), ("backward", "adam")}
+
+
 @pytest.mark.parametrize("make", [plans.spmd, plans.with_loops, plans.offloaded])
 def test_the_course_keeps_time_and_peak(make):
     plan = make()
