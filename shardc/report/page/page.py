@@ -160,7 +160,7 @@ def figures_of(plan: PlanView) -> list[Figure]:
     ]
     if isinstance(plan, SpmdPlan) and plan.offloaded is not None:
         moving = f"for each device; {seconds_text(time.host)} of moves a call"
-        found.append(Figure("Host memory", bytes_text(memory.host), moving))
+        found.append(Figure("Host memory", bytes_text(plan.memory.host), moving))
     if isinstance(plan, MpmdPlan):
         schedule, timeline = plan.schedule, plan.simulate()
         idle = percent_text(timeline.bubble / timeline.makespan if timeline.makespan else 0.0)
