@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from shardc.errors import ArgumentError
 from shardc.plan.plan import SpmdPlan
 from shardc.report.chart import scale_of
 from shardc.report.page.course import BUCKETS, KINDS, Course, course_of
@@ -34,9 +35,9 @@ def draw_program(plan: SpmdPlan, path: str | PathLike[str]) -> None:
       path: ends in `.svg` or `.png`.
 
     Raises:
-      PipelineError: another ending, or matplotlib is not installed.
+      ArgumentError: another ending, or matplotlib is not installed.
     """
-    with picture_file(Path(path)) as save:
+    with picture_file(Path(path), ArgumentError) as save:
         save(_figure(plan, course_of(program_rows(plan), plan.profile())))
 
 
