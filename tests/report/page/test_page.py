@@ -135,8 +135,9 @@ def test_what_is_wrong_is_said(tmp_path, monkeypatch):
 # ---- in a browser
 
 CLICKS = """
-await wait(() => $("#course table") && $("#program .tree"));
+await wait(() => $("#course table") && $("#program .tree") && $("#totals table"));
 found.images = all("img").length;
+found.bar = $("#totals .share i").getBoundingClientRect().width;
 found.wider = document.documentElement.scrollWidth > innerWidth;
 found.names = all("#program .tree > details > summary .name").map(e => e.textContent);
 $("#program details > summary").click();
@@ -171,7 +172,7 @@ def test_clicks(tmp_path):
     plan.report(tmp_path / "plan.html")
     found = browse(tmp_path / "plan.html", CLICKS.replace("NUMBERS", str(numbers)))
     assert found["texts"] == [[bytes_text(n), seconds_text(n)] for n in numbers]
-    assert (found["images"], found["wider"]) == (0, False)
+    assert (found["images"], found["wider"]) == (0, False) and found["bar"] > 50
     assert found["names"] == [plans.EVIL, "down", "backward", "step"]
     assert any(line.startswith("plans.py:") for line in found["opened"])
     assert re.fullmatch(r"\d+ lines", found["hits"]) and found["none"] == "0 lines"
