@@ -176,7 +176,7 @@ class Plan(PlanFace, SpmdPlan):
         """Draws a call into an `.svg` or `.png` file: what its time goes to, and the bytes in memory, along the call.
 
         Raises:
-          PipelineError: another ending, or matplotlib is not installed (`pip install "shardc[report]"`).
+          ArgumentError: another ending, or matplotlib is not installed (`pip install "shardc[report]"`).
         """
         from shardc.report.page.program_picture import draw_program
 

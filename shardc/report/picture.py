@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from shardc.errors import PipelineError, writing
+from shardc.errors import PipelineError, ShardcError, writing
 from shardc.report.chart import Chart, Track, scale_of
 from shardc.report.tables import bytes_text
 
@@ -52,18 +52,20 @@ def draw_picture(chart: Chart, path: str | Path) -> None:
 
 
 @contextmanager
-def picture_file(path: Path) -> Generator[Callable[[Figure], None], None, None]:
+def picture_file(
+    path: Path, error: type[ShardcError] = PipelineError
+) -> Generator[Callable[[Figure], None], None, None]:
     """A context in which figures are made. Gives a function that writes one to the file.
 
     Raises:
-      PipelineError: another ending than `.svg` or `.png`, or matplotlib is not installed.
+      ShardcError: an `error`, for another ending than `.svg` or `.png`, or if matplotlib is not installed.
     """
     if path.suffix.lower() not in _DRAWN:
-        raise PipelineError(f"{path}: a picture has to be a .svg or .png file.")
+        raise error(f"{path}: a picture has to be a .svg or .png file.")
     try:
         import matplotlib as mpl  # noqa: PLC0415  # an extra
     except ImportError:
-        raise PipelineError(
+        raise error(
             f'{path}: pictures need matplotlib, which is not installed: pip install "shardc[report]". '
             "The timeline as text and the trace do not need it."
         ) from None

@@ -222,15 +222,17 @@ def indented(text: str) -> str:
 
 def _table_text(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int | None) -> str:
     """A table as plain text, its cells folded so that it fits into a width; in lines if it cannot."""
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 2, 0, 0))
     widths = _column_widths(columns, rows, width) if width else [None] * len(columns)
     if widths is None:
         return _records_text(columns, rows, width or 0)
+    narrow = width and sum(filter(None, widths)) + _BETWEEN * (len(columns) - 1) > width
+    padding = (0, 1 if narrow else 2, 0, 0)
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=padding)
     for name, wide in zip(columns, widths, strict=True):
         side = "right" if name.startswith(">") else "left"
         table.add_column(name.lstrip(">"), justify=side, overflow="fold", width=wide)
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(_cut, row, widths))
     out = io.StringIO()
     console = Console(
         file=out, width=width or 10_000, color_system=None, force_terminal=False, force_jupyter=False, markup=False,
@@ -241,25 +243,77 @@ def _table_text(columns: Sequence[str], rows: Sequence[Sequence[str]], width: in
 
 
 _BETWEEN: Final = 3
-"""Characters between two columns of a table."""
+"""Characters between two columns of a table; one less where words are cut."""
+
+
+_SHORTEST: Final = 6
+"""Characters of the narrowest column of text in a table."""
 
 
 def _column_widths(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> list[int] | None:
-    """The width of each column so that a table fits and no word and no number is cut; None: it cannot fit so."""
+    """The width of each column so that a table fits and no number is cut; None: it cannot fit so.
+
+    Words are cut only if they have to be: after a mark if that is enough, else anywhere.
+    """
     names = [name.lstrip(">") for name in columns]
     cells = [[row[i] for row in rows] for i in range(len(columns))]
-    whole = [max(len(line) for text in column for line in [*text.splitlines(), ""]) for column in cells]
-    words = [max(len(word) for text in column for word in [*text.split(), ""]) for column in cells]
-    least = [n if name.startswith(">") else word for name, n, word in zip(columns, whole, words, strict=True)]
-    found = [max([n, *map(len, name.split())]) for n, name in zip(least, names, strict=True)]
+    whole = [_longest(column, str.splitlines) for column in cells]
     wanted = [max(n, len(name)) for n, name in zip(whole, names, strict=True)]
-    spare = width - _BETWEEN * (len(columns) - 1) - sum(found)
-    if spare < 0:
-        return None
-    for _ in range(min(spare, sum(wanted) - sum(found))):
+
+    def least(parts: Callable[[str], list[str]]) -> list[int]:
+        """The widths in which no such part of a cell, and of a name, is cut."""
+        each = zip(columns, names, cells, strict=True)
+        return [
+            max(_longest(texts, str.splitlines if c.startswith(">") else parts), _longest([name], parts))
+            for c, name, texts in each
+        ]
+
+    found, words = least(_parts), least(str.split)
+    room = width - _BETWEEN * (len(columns) - 1)
+    room += (len(columns) - 1) * (sum(words) > room)
+    texts = [i for i, name in enumerate(columns) if not name.startswith(">")]
+    while sum(found) > room:
+        at = max(texts, key=lambda i: found[i], default=None)
+        if at is None or found[at] <= _SHORTEST:
+            return None
+        found[at] -= 1
+    for at in sorted(texts, key=lambda i: words[i] - found[i]):  # the most words whole
+        if words[at] - found[at] <= room - sum(found):
+            found[at] = max(found[at], words[at])
+    for _ in range(min(room, sum(wanted)) - sum(found)):
         at = min((i for i, n in enumerate(found) if n < wanted[i]), key=lambda i: found[i])
         found[at] += 1
     return found
+
+
+def _longest(texts: Iterable[str], parts: Callable[[str], list[str]]) -> int:
+    return max((len(part) for text in texts for part in parts(text)), default=0)
+
+
+_MARKS: Final = re.compile(r"(?<=[/,_])|(?<=->)|\s+")
+
+
+def _parts(text: str) -> list[str]:
+    """The parts of a text, each with the mark after which a line may end."""
+    return _MARKS.split(text)
+
+
+def _cut(text: str, width: int | None) -> str:
+    """A cell in lines of `width` characters, cut between words, else after marks, else anywhere."""
+    if width is None or _longest([text], str.splitlines) <= width:
+        return text
+    lines: list[str] = []
+    for word in text.split():
+        if lines and len(lines[-1]) + 1 + len(word) <= width:
+            lines[-1] += f" {word}"
+            continue
+        lines.append("")
+        for part in [word] if len(word) <= width else _parts(word):
+            if lines[-1] and len(lines[-1]) + len(part) > width:
+                lines.append("")
+            *cut, rest = [part[i : i + width] for i in range(0, len(part) or 1, width)]
+            lines[-1:] = [*cut, lines[-1] + rest] if not cut else [*cut, rest]
+    return "\n".join(lines)
 
 
 def _records_text(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> str:

@@ -48,3 +48,22 @@ def test_a_section_is_its_title_with_lines_or_a_table_below():
     assert str(Section("", table.columns, table.rows)) == str(table).partition("\n")[2]
     assert str(Section("Part", lines=["one", "two"], depth=1)) == "  Part\n    one\n    two"
     assert report_text([Section("a"), None, Section("b")]) == "a\n\nb"
+
+
+def test_cells_are_folded_into_a_width():
+    rows = [(f"params/transformer/blocks_{i}/attention", "f32[512,3,8,64]", "pinned", "8.0 MiB") for i in "abc"]
+    table = Section("Arguments", ("path", "type", "why", ">bytes per device"), rows)
+    assert str(table) == table.text(100)
+    lines = table.text(48).splitlines()
+    assert max(map(len, lines)) == 48
+    assert [line.split()[1:] for line in lines if "pinned" in line] == [["f32[512,3,8,64]", "pinned", "8.0", "MiB"]] * 3
+    cells = [line.split()[0] for line in lines[-12:]]
+    assert cells == [word for i in "abc" for word in ("params/", "transformer/", f"blocks_{i}/", "attention")]
+
+
+def test_a_word_without_marks_is_cut_anywhere_and_a_table_that_cannot_fit_is_lines():
+    table = Section("Found", ("path", "what"), [("w" * 70, "all_reduce"), ("v", "permute")])
+    lines = table.text(40).splitlines()
+    assert max(map(len, lines)) <= 40 and "".join(lines).count("w") == 70 + 1 and "path: " not in str(lines)
+    wide = Section("Found", [f"column {i}" for i in range(9)], [["word"] * 9])
+    assert wide.text(40).splitlines()[1].startswith("  column 0: word; column 1: word;")

@@ -20,6 +20,7 @@ KINDS: Final[Mapping[str, tuple[str, str]]] = {
     "reduce_scatter": ("reduce_scatter", "#8265aa"),
     "all_to_all": ("all_to_all", "#4aa3a2"),
     "permute": ("permute", "#5a9e6f"),
+    "host": ("moving to and from host memory", "#a8648a"),
 }
 """The parts of a `Time`, with their names and colours."""
 

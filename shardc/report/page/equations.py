@@ -11,6 +11,7 @@ from shardc import compat
 from shardc.compat import Atom, Eqn, Jaxpr, Var
 from shardc.ir.box import box_p
 from shardc.ir.collective import Collective
+from shardc.ir.memory_move import is_memory_move
 from shardc.ir.nested import NESTED, nested_bodies, trips_of
 from shardc.ir.walk import all_eqns, bytes_of, short_aval
 from shardc.passes.estimate.plan_cost import EquationCost, Time, equation_costs
@@ -18,6 +19,8 @@ from shardc.plan.plan import PlacedProgram
 from shardc.report.tables import placement_text
 
 _FUNCTION: Final = re.compile(r" \(([^()]*)\)$")
+_EINSUM: Final = re.compile(r"[\w\s.,]*->[\w\s.]*")
+"""The scope that `jnp.einsum` makes of its subscripts. It is no module: what is in it belongs to the caller."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +31,7 @@ class EquationRow:
       scopes: names of its modules, `backward` first if it is of a backward pass; the function that it is in, if the
         program names no scope.
       line: of the user's code.
-      operation: the primitive; empty for a point before a body.
+      operation: the primitive, or where a move between the memories goes; empty for a point before a body.
       count: executions in one call.
       time: of all of them.
       collectives: that it takes.
@@ -63,6 +66,7 @@ class Maker:
 
 def shown(names: tuple[str, ...], line: str, backward: bool) -> tuple[str, ...]:
     """The scopes of an equation as they are shown."""
+    names = tuple(name for name in names if not _EINSUM.fullmatch(name))
     if not names and (found := _FUNCTION.search(line)):
         names = (found[1],)
     return (*["backward"] * backward, *names)
@@ -75,7 +79,7 @@ class ProgramRows:
     Attributes:
       rows: one for each point of time of `live_ranges`, in that order.
       makers: the maker of each value; of a copy that a boxing makes, that of the value itself.
-      copies: the values that boxings make.
+      copies: the values that boxings and moves between the memories make.
     """
 
     rows: Sequence[EquationRow]
@@ -94,13 +98,22 @@ def program_rows(placed: PlacedProgram) -> ProgramRows:
     return ProgramRows(rows, walk.makers, walk.copies)
 
 
+def _copies(eqn: Eqn) -> bool:
+    """Whether its result is a copy of its operand, elsewhere."""
+    return eqn.primitive is box_p or is_memory_move(eqn)
+
+
+def _operation(eqn: Eqn) -> str:
+    return f"move to the {eqn.params['to']}" if is_memory_move(eqn) else eqn.primitive.name
+
+
 class _RowWalk:
     """The walk from the first equation to the last.
 
     Attributes:
       makers: the maker of each value so far.
       readers: the first equation that reads each value.
-      copies: the values that boxings make.
+      copies: the values that boxings and moves between the memories make.
       costs: by equation.
     """
 
@@ -126,7 +139,7 @@ class _RowWalk:
                 yield EquationRow(scopes, line, "", 0, Time())
                 yield from self.body(body.jaxpr, count * trips_of(eqn), names, backward)
             yield self.row(eqn, scopes, line, count)
-            if eqn.primitive is not box_p:
+            if not _copies(eqn):
                 made = Maker(eqn.primitive.name, line, names, backward)
                 self.makers |= dict.fromkeys(eqn.outvars, made)
             else:
@@ -137,9 +150,9 @@ class _RowWalk:
         return Maker("a constant") if compat.is_literal(atom) else self.makers[atom]
 
     def place(self, eqn: Eqn, outer: tuple[str, ...], back: bool) -> tuple[tuple[str, ...], str, bool]:
-        """The names of an equation's scopes, its line, and whether it is in a backward pass. A boxing stands where its
-        value is made; where that is an argument, with its reader."""
-        if eqn.primitive is box_p:
+        """The names of an equation's scopes, its line, and whether it is in a backward pass. A boxing, or a move
+        between the memories, stands where its value is made; where that is an argument, with its reader."""
+        if _copies(eqn):
             made = self.maker(eqn.invars[0])
             if made.line or (reader := self.reader(eqn)) is None:
                 return made.names, made.line or eqn.params["source"], made.backward
@@ -148,9 +161,9 @@ class _RowWalk:
         return (*outer, *names), compat.source_line(eqn), backward or back
 
     def reader(self, eqn: Eqn) -> Eqn | None:
-        """The operation that reads the result of a boxing first; None if it is a result of its body."""
+        """The operation that reads the result of a copy first; None if it is a result of its body."""
         found = self.readers.get(eqn.outvars[0])
-        while found is not None and found.primitive is box_p:
+        while found is not None and _copies(found):
             found = self.readers.get(found.outvars[0])
         return found
 
@@ -158,7 +171,7 @@ class _RowWalk:
         cost = self.costs.get(eqn) or EquationCost(Time(), ())
         largest = max(eqn.outvars, key=bytes_of, default=None)
         return EquationRow(
-            scopes, line, eqn.primitive.name, count, cost.time, [c for c in cost.collectives if c.bytes],
+            scopes, line, _operation(eqn), count, cost.time, [c for c in cost.collectives if c.bytes],
             "" if largest is None else self.made_text(largest), 0 if largest is None else bytes_of(largest),
             self.why(eqn) if eqn.primitive is box_p else f"{eqn.primitive.name} needs pieces of other devices",
         )  # fmt: skip

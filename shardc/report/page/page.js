@@ -95,28 +95,47 @@ function held(array, mesh, at) {
   return texts.every(text => text === ":") ? "all" : texts.join(", ");
 }
 
-// The colour of a piece: its place along the first split dimension is the hue, along the others how light it is.
-function colourOfPiece(place, places, light, lights) {
-  const turn = places > 1 ? 205 + 360 * place / places : 205, pale = lights > 1 ? 86 - 28 * light / (lights - 1) : 78;
-  return `hsl(${Math.round(turn) % 360} ${places > 1 ? 55 : lights > 1 ? 12 : 52}% ${pale.toFixed(1)}%)`;
+const channels = colour => [1, 3, 5].map(i => parseInt(colour.slice(i, i + 2), 16));
+const mixed = (colour, white) => `rgb(${channels(colour).map(c => Math.round(c + (255 - c) * white)).join(" ")})`;
+
+// A piece is a stripe for each axis that cuts, in a shade of the axis's colour for the place along it.
+function stripes(mesh, cut, at, x, y, width, height) {
+  const high = height / (cut.length || 1), last = axis => new Map(mesh.axes).get(axis) - 1;
+  const colour = axis => axis === undefined ? "#d3d8de" : mixed(colourOf(mesh, axis), 0.82 - 0.42 * at[axis] / last(axis));
+  return (cut.length ? cut : [undefined]).map((axis, i) => s("rect", {class: "stripe", x, y: y + i * high, width, height: high, fill: colour(axis)}));
 }
 
-// The devices of the mesh, and the dimensions of the array below them: the same colour is the same piece.
+// The places along axes of a piece's number, the last axis counting fastest.
+function placesOf(mesh, axes, number) {
+  const at = {};
+  for (const axis of axes.slice().reverse()) {
+    const size = new Map(mesh.axes).get(axis);
+    at[axis] = number % size;
+    number = Math.floor(number / size);
+  }
+  return at;
+}
+
+const LETTER = 6.7;
+// A label in as few lines as fit into a cell: one, or one or two for each dimension; none if it cannot.
+function label(text, x, y, wide, high) {
+  const long = line => line.length * LETTER > wide - 4, cut = by => line => long(line) ? line.split(by) : [line];
+  const lines = cut(/(?<=,) /)(text).flatMap(cut(/(?<=:)/));
+  if (lines.some(long) || lines.length * 12 > high - 2) return [];
+  return lines.map((line, i) => s("text", {class: "in", x: x + wide / 2, y: y + high / 2 + 12 * (i - (lines.length - 1) / 2)}, line));
+}
+
+// The devices of the mesh, and the dimensions of the array below them: the same colours are the same piece.
 function drawPlaces(array, mesh) {
   const axes = mesh.axes.filter(([, n]) => n > 1), most = [16, 8, 4];
   const order = axes.slice().reverse(), shown = order.map(([, n], i) => Math.min(n, most[Math.min(i, 2)]));
   const [columns, rows] = [shown[0] || 1, shown[1] || 1], facets = shown.slice(2).reduce((a, b) => a * b, 1);
-  const some = Math.min(facets, 4), label = 16, between = 22;
+  const some = Math.min(facets, 4), left = 16, between = 22;
   const side = Math.max(14, Math.min(64, Math.floor(320 / columns), Math.floor((400 / some - between) / rows)));
-  const [wide, high] = [Math.max(label + columns * side, 190), some * (rows * side + between)];
-  const cells = [], counts = array.cuts.map(cut => cut.reduce((n, axis) => n * new Map(mesh.axes).get(axis), 1));
-  const first = counts.findIndex(n => n > 1), others = counts.map((n, dim) => dim > first ? n : 1);
-  const place = (dim, at) => array.cuts[dim].reduce((n, axis) => n * new Map(mesh.axes).get(axis) + at[axis], 0);
-  function colour(at) {
-    if (first < 0) return colourOfPiece(0, 1, 0, 1);
-    const light = others.reduce((n, count, dim) => count > 1 ? n * count + place(dim, at) : n, 0);
-    return colourOfPiece(place(first, at), counts[first], light, others.reduce((a, b) => a * b, 1));
-  }
+  const breadth = Math.max(side, Math.min(110, Math.floor(320 / columns)));
+  const [wide, high] = [Math.max(left + columns * breadth, 190), some * (rows * side + between)];
+  const cells = [], cut = dim => array.cuts[dim].filter(axis => new Map(mesh.axes).get(axis) > 1);
+  const cutting = array.cuts.flatMap((_, dim) => cut(dim));
   const name = i => order[i] ? `${order[i][0]}=${order[i][1]}` : "";
   const grid = s("svg", {viewBox: `0 0 ${wide} ${high}`, width: wide, role: "img", "aria-label": `devices of the mesh and what each holds`});
   for (let facet = 0; facet < some; facet++) {
@@ -124,22 +143,21 @@ function drawPlaces(array, mesh) {
     let rest = facet;
     order.slice(2).forEach(([axis], i) => { fixed[axis] = rest % shown[i + 2]; rest = Math.floor(rest / shown[i + 2]); });
     const where = Object.entries(fixed).map(([axis, i]) => `, ${axis} ${i}`).join("");
-    if (name(0)) grid.append(s("text", {x: label, y: top - 4}, `${name(0)} \u2192${where}`));
+    if (name(0)) grid.append(s("text", {x: left, y: top - 4}, `${name(0)} \u2192${where}`));
     if (name(1)) grid.append(s("text", {transform: `translate(10 ${top + rows * side}) rotate(-90)`}, `${name(1)} \u2192`));
     for (let y = 0; y < rows; y++) for (let x = 0; x < columns; x++) {
       const at = {...Object.fromEntries(mesh.axes.map(([axis]) => [axis, 0])), ...fixed};
       if (order[0]) at[order[0][0]] = x;
       if (order[1]) at[order[1][0]] = y;
       const text = held(array, mesh, at);
-      const cell = s("rect", {x: label + x * side, y: top + y * side, width: side, height: side, rx: 3,
-        fill: text === "nothing" ? "var(--line)" : colour(at)},
+      const place = [left + x * breadth, top + y * side, breadth, side];
+      const cell = s("rect", {x: place[0], y: place[1], width: breadth, height: side, rx: 3, fill: "transparent"},
         s("title", {}, `${Object.entries(at).map(([axis, i]) => `${axis}=${i}`).join(", ")}: ${text}`));
       cell.addEventListener("mouseenter", () => light(cells.filter(c => c.text === text), array, mesh, at));
-      cells.push({cell, text, name: s("text", {class: "in", x: label + (x + 0.5) * side, y: top + (y + 0.5) * side}, text)});
-      grid.append(cell);
+      cells.push({cell, text});
+      grid.append(...stripes(mesh, text === "nothing" ? [] : cutting, at, ...place), ...label(text, ...place), cell);
     }
   }
-  if (cells.every(({text}) => text.length * 6.7 < side - 4)) grid.append(...cells.map(({name}) => name));
   const bars = s("svg", {width: 340, viewBox: `0 0 340 ${Math.max(1, array.shape.length) * 34}`, role: "img", "aria-label": "dimensions and their pieces"});
   const parts = [];
   array.shape.forEach((size, dim) => {
@@ -149,10 +167,10 @@ function drawPlaces(array, mesh) {
     bars.append(s("text", {x: 0, y: dim * 34 + 11}, `dimension ${dim}: ${size}${by}`));
     const drawn = Math.min(count, 64);
     for (let i = 0; i < drawn; i++) {
-      const begin = Math.min(i * block, size), part = s("rect", {x: i * 340 / drawn, y: dim * 34 + 15, width: 340 / drawn, height: 13,
-        fill: count === 1 || begin >= size ? "var(--line)" : dim === first ? colourOfPiece(i, drawn, 0, 1) : colourOfPiece(0, 1, i, drawn)});
+      const begin = Math.min(i * block, size), place = [i * 340 / drawn, dim * 34 + 15, 340 / drawn, 13];
+      const part = s("rect", {x: place[0], y: place[1], width: place[2], height: 13, fill: "transparent"});
       parts.push({part, dim, begin: count > drawn ? -1 : begin});
-      bars.append(part);
+      bars.append(...stripes(mesh, begin < size ? cut(dim) : [], placesOf(mesh, array.cuts[dim], i), ...place), part);
     }
   });
   function light(alike, of, on, at) {
@@ -349,11 +367,7 @@ function drawRanks(body) {
 
 // -- runs
 
-const channels = colour => [1, 3, 5].map(i => parseInt(colour.slice(i, i + 2), 16));
-function lighter(colour, chunk) {
-  const part = Math.min(0.6, 0.35 * chunk);
-  return `rgb(${channels(colour).map(c => Math.round(c + (255 - c) * part)).join(" ")})`;
-}
+const lighter = (colour, chunk) => mixed(colour, Math.min(0.6, 0.35 * chunk));
 function inkOn(colour, chunk) {
   const part = Math.min(0.6, 0.35 * chunk), [r, g, b] = channels(colour).map(c => c + (255 - c) * part);
   return 0.299 * r + 0.587 * g + 0.114 * b < 130 ? "#ffffff" : "#1b1f24";

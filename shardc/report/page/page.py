@@ -142,6 +142,8 @@ def warnings_on(plan: PlanView) -> list[str]:
             f"Memory decided this plan: without the limit a call takes about {seconds_text(free.seconds)} and "
             f"{bytes_text(free.peak)} of memory."
         )
+    if isinstance(plan, SpmdPlan) and plan.offloaded is not None and plan.mesh.topology.kind == "cpu":
+        found.append("Values live in host memory, but fake CPU devices share it: nothing is saved.")
     return found
 
 
@@ -157,6 +159,9 @@ def figures_of(plan: PlanView) -> list[Figure]:
         Figure("Peak memory", bytes_text(memory.peak), f"{percent_text(share)} of {bytes_text(hbm)}", share),
         Figure("Proof", optimality_text(plan.gap), "against the optimum of the cost model"),
     ]
+    if isinstance(plan, SpmdPlan) and plan.offloaded is not None:
+        moving = f"for each device; {seconds_text(time.host)} of moves a call"
+        found.append(Figure("Host memory", bytes_text(plan.memory.host), moving))
     if isinstance(plan, MpmdPlan):
         schedule, timeline = plan.schedule, plan.simulate()
         idle = percent_text(timeline.bubble / timeline.makespan if timeline.makespan else 0.0)

@@ -33,6 +33,7 @@ class ArrayAt:
       why: why it is there.
       bytes: on each device.
       padded: whether a device's piece is padded.
+      on_host: whether it lives in the memory of the host.
     """
 
     path: str
@@ -43,13 +44,15 @@ class ArrayAt:
     why: str
     bytes: int
     padded: bool
+    on_host: bool = False
 
 
 def arrays_data(title: str, arrays: Sequence[ArrayAt]) -> dict[str, Any]:
     """A table of arrays, alike ones in one row. For each the axes that split each of its dimensions, outermost first,
     and those along which it is partial."""
     rows: list[dict[str, Any]] = []
-    keyed = [((a.kind, placement_text(a.placement), a.why, a.mesh), a.path, a) for a in arrays]
+    where = [placement_text(a.placement) + ", on the host" * a.on_host for a in arrays]
+    keyed = [((a.kind, at, a.why, a.mesh), a.path, a) for a, at in zip(arrays, where, strict=True)]
     for (kind, placement, why, mesh), path, found in fold_leaves(keyed):
         first, shape = found[0], found[0].shape
         at = first.placement.resolve(len(shape))
@@ -73,7 +76,7 @@ def borders_data(title: str, borders: Sequence[Border], why: Callable[[Border], 
     own = [
         ArrayAt(
             b.path or "result", short_aval(b.aval), b.aval.shape, b.placement, b.stage * staged, why(b), b.bytes,
-            b.is_padded,
+            b.is_padded, b.on_host,
         )
         for b in borders
         if not b.reuses

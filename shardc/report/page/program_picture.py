@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from shardc.errors import ArgumentError
 from shardc.plan.plan import SpmdPlan
 from shardc.report.chart import scale_of
 from shardc.report.page.course import BUCKETS, KINDS, Course, course_of
@@ -34,9 +35,9 @@ def draw_program(plan: SpmdPlan, path: str | PathLike[str]) -> None:
       path: ends in `.svg` or `.png`.
 
     Raises:
-      PipelineError: another ending, or matplotlib is not installed.
+      ArgumentError: another ending, or matplotlib is not installed.
     """
-    with picture_file(Path(path)) as save:
+    with picture_file(Path(path), ArgumentError) as save:
         save(_figure(plan, course_of(program_rows(plan), plan.profile())))
 
 
@@ -60,9 +61,10 @@ def _figure(plan: SpmdPlan, course: Course) -> Figure:
     _draw_memory(plan, course, axes(_FOOT, _MEMORY))
     time, hbm = plan.time, plan.mesh.topology.hbm
     overlap = f", of which {seconds_text(time.overlapped)} overlap" if time.overlapped else ""
+    host = f", {seconds_text(time.host)} moving to and from host memory" * bool(time.host)
     lines = (
         f"{seconds_text(plan.seconds)} a call: {seconds_text(time.computing)} computing, {seconds_text(time.moving)} "
-        f"in collectives{overlap}",
+        f"in collectives{overlap}{host}",
         f"peak memory {bytes_text(plan.memory.peak)} of {bytes_text(hbm)} ({percent_text(plan.memory.peak / hbm)})",
     )
     figure.text(

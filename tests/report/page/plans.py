@@ -56,6 +56,23 @@ def with_loops():
 
 
 @functools.cache
+def offloaded(topology="v5p:2x2x1"):
+    """A plan whose optimizer state lives on the host; `topology` None: of the devices that there are."""
+
+    def adam(w, opt_state, x):
+        value, grad = jax.value_and_grad(lambda w: jnp.einsum("bi,io->bo", x, w).sum() ** 2)(w)
+        mu = 0.9 * opt_state["mu"] + grad
+        return w - 0.1 * mu, {"mu": mu}, value
+
+    mesh = shardc.make_mesh(topology=topology, data=2, model=2)
+    pins = {"x": {"data": S(0)}, "w": {"model": S(1)}}
+    f = shardc.function(
+        adam, mesh=mesh, in_placements=pins, donate_argnames=("w", "opt_state"), offload=["opt_state/*"]
+    )
+    return f.plan(f32(64, 32), {"mu": f32(64, 32)}, f32(16, 64))
+
+
+@functools.cache
 def pipeline():
     """The plan of a pipeline of four ranks."""
     mesh = shardc.make_mesh(topology="v5p:4x2x2", pipe=4, data=2, model=2)

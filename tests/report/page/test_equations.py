@@ -12,7 +12,9 @@ from shardc.report.page.modules import modules_data, totals_data
 from shardc.report.page.page import programs_of
 from tests.report.page import plans
 
-PLANS = {"spmd": plans.spmd, "with_loops": plans.with_loops, "pipeline": plans.pipeline}
+PLANS = {
+    "spmd": plans.spmd, "with_loops": plans.with_loops, "offloaded": plans.offloaded, "pipeline": plans.pipeline
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=PLANS)
@@ -31,6 +33,7 @@ def test_seconds_and_bytes_add_up_to_those_of_the_plan(plan):
         return
     found = sum((row.time for row in programs[0][1]), Time())
     assert (found.computing, found.moving) == pytest.approx((plan.time.computing, plan.time.moving))
+    assert found.host == pytest.approx(plan.time.host)
     assert sum(line[-1] for line in data["lines"]) == pytest.approx(found.total, rel=1e-3)
 
 
@@ -65,13 +68,24 @@ def test_a_loop_counts_its_iterations_and_a_branch_that_is_not_the_dearest_nothi
     assert all(row.time.total > 0 for row in products)
 
 
-@pytest.mark.parametrize("make", [plans.spmd, plans.with_loops])
+def test_moves_between_the_memories_stand_with_the_reader_and_the_maker():
+    rows = [row for row in program_rows(plans.offloaded()).rows if row.time.host]
+    assert [row.operation for row in rows] == ["move to the device", "move to the host"]
+    assert {row.scopes for row in rows} == {("adam",)} and all("(adam)" in row.line for row in rows)
+
+
+def test_an_einsum_is_a_line_of_the_function_that_calls_it():
+    rows = [row for row in program_rows(plans.offloaded()).rows if row.operation == "dot_general"]
+    assert {row.scopes for row in rows} == {("adam",), ("backward", "adam")}
+
+
+@pytest.mark.parametrize("make", [plans.spmd, plans.with_loops, plans.offloaded])
 def test_the_course_keeps_time_and_peak(make):
     plan = make()
     found, profile = program_rows(plan), plan.profile()
     course = course_of(found, profile)
     assert sum(course.shares.values()).sum() == pytest.approx(BUCKETS)
-    assert course.extent == pytest.approx(plan.time.computing + plan.time.moving)
+    assert course.extent == pytest.approx(plan.time.computing + plan.time.moving + plan.time.host)
     for kind, shares in course.shares.items():
         assert shares.mean() * course.extent == pytest.approx(getattr(plan.time, kind))
     assert course.bytes.max() == profile.bytes[: len(found.rows) + 1].max()

@@ -1,5 +1,6 @@
 """The page: its data, its escaping, and itself in headless Chromium, with clicks."""
 
+import colorsys
 import html
 import json
 import re
@@ -67,6 +68,20 @@ def test_warnings_come_first_and_alike_notes_once(tmp_path):
     assert text.index("not donated") < text.index("Time of a call")
 
 
+def test_values_on_the_host_are_seen():
+    plan = plans.offloaded()
+    page = page_of(plan)
+    cards = {figure.name: figure for figure in page.figures}
+    assert cards["Host memory"].value == bytes_text(plan.memory.host) and page.warnings == []
+    assert seconds_text(plan.time.host) in cards["Host memory"].note
+    at = {row["path"]: row["placement"] for row in page.data["arrays"][0]["rows"]}
+    assert [path for path, where in at.items() if where.endswith(", on the host")] == ["opt_state/mu"]
+    assert "moving to and from host memory" in [kind[0] for kind in page.data["course"]["kinds"]]
+    assert page_of(plans.offloaded(None)).warnings == [
+        "Values live in host memory, but fake CPU devices share it: nothing is saved."
+    ]
+
+
 def test_a_pipeline_has_runs_ranks_and_schedule():
     plan = plans.pipeline()
     data = page_of(plan).data
@@ -120,8 +135,9 @@ def test_what_is_wrong_is_said(tmp_path, monkeypatch):
 # ---- in a browser
 
 CLICKS = """
-await wait(() => $("#course table") && $("#program .tree"));
+await wait(() => $("#course table") && $("#program .tree") && $("#totals table"));
 found.images = all("img").length;
+found.bar = $("#totals .share i").getBoundingClientRect().width;
 found.wider = document.documentElement.scrollWidth > innerWidth;
 found.names = all("#program .tree > details > summary .name").map(e => e.textContent);
 $("#program details > summary").click();
@@ -156,7 +172,7 @@ def test_clicks(tmp_path):
     plan.report(tmp_path / "plan.html")
     found = browse(tmp_path / "plan.html", CLICKS.replace("NUMBERS", str(numbers)))
     assert found["texts"] == [[bytes_text(n), seconds_text(n)] for n in numbers]
-    assert (found["images"], found["wider"]) == (0, False)
+    assert (found["images"], found["wider"]) == (0, False) and found["bar"] > 50
     assert found["names"] == [plans.EVIL, "down", "backward", "step"]
     assert any(line.startswith("plans.py:") for line in found["opened"])
     assert re.fullmatch(r"\d+ lines", found["hits"]) and found["none"] == "0 lines"
@@ -172,6 +188,38 @@ def test_clicks(tmp_path):
                 for where in at
             ]
             assert [[[a, a + n] for a, n in place] for place in wanted] == places
+
+
+PIECES = """
+await wait(() => $(".picture svg"));
+const colourOfChip = e => getComputedStyle(e.querySelector("i")).backgroundColor;
+found.chips = Object.fromEntries(all("#places .chip").map(e => [e.textContent, colourOfChip(e)]));
+for (const path of ["params/down", "x"]) {
+  all("#places tbody button").find(e => e.textContent === path).click();
+  found[path] = [all(".picture svg:first-of-type rect.stripe").map(e => getComputedStyle(e).fill),
+    all(".picture text.in").map(e => e.textContent), getComputedStyle($(".picture text.in")).fill];
+}
+"""
+
+
+def test_pieces_have_shades_of_the_colour_of_the_axis_that_cuts_them(tmp_path):
+    plans.spmd().report(tmp_path / "plan.html")
+    found = browse(tmp_path / "plan.html", PIECES)
+
+    def parts(colour):
+        return [int(part) / 255 for part in re.findall(r"\d+", colour)[:3]]
+
+    def light(colour):
+        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts(colour)]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2] + 0.05
+
+    for path, axis, pieces in (("params/down", "model = 2", 2), ("x", "data = 4", 4)):
+        fills, texts, ink = found[path]
+        assert len(set(fills)) == pieces and len(fills) == len(texts) == 8  # a label in each cell
+        for fill in set(fills):
+            hues = [colorsys.rgb_to_hls(*parts(colour))[0] for colour in (fill, found["chips"][axis])]
+            assert hues[0] == pytest.approx(hues[1], abs=0.02)
+            assert light(fill) / light(ink) > 4.5
 
 
 RUNS = """
