@@ -3,6 +3,8 @@
 import csv
 import re
 import sys
+from time import monotonic, sleep
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -94,6 +96,59 @@ def test_no_call_waits_for_a_value(capsys):
         slow.there = False
         p(loss=slow)
     assert slow.there and "step 5 | loss 7.0000" in capsys.readouterr().out
+
+
+class Timed(Slow):
+    """An array that is computed at a given time."""
+
+    def __init__(self, at):
+        self.at = at
+
+    def is_ready(self):
+        return monotonic() >= self.at
+
+    def __array__(self, dtype=None, copy=None):
+        sleep(max(0, self.at - monotonic()))
+        return np.asarray(7.0)
+
+
+@pytest.mark.parametrize("stop", [2, 9])
+@pytest.mark.parametrize("every", [3, 10])
+def test_steps_are_timed_while_the_loop_waits_for_something_else(stop, every, tmp_path):
+    with shardc.progress(total=30, every=every, csv=tmp_path / "log.csv") as p:
+        free = monotonic()
+        for i in range(30):
+            free = max(free, monotonic()) + 0.01
+            p(loss=Timed(free))
+            if i % 10 == stop:
+                sleep(free - monotonic())
+    seconds = [float(text) for r in rows(tmp_path / "log.csv") if (text := r["step_seconds"])]
+    assert min(seconds) > 0.0099 and np.median(seconds) < 0.02, seconds
+
+
+def test_rows_that_one_look_finds_have_one_rate(tmp_path, monkeypatch):
+    monkeypatch.setattr(meter, "Thread", lambda **_: SimpleNamespace(start=lambda: None))
+    with shardc.progress(total=20, every=5, csv=tmp_path / "log.csv") as p:
+        p(loss=1)
+        free = monotonic()
+        for _ in range(18):
+            p(loss=Timed(free := free + 0.01))
+        sleep(free - monotonic())
+        p(loss=Timed(free + 0.01))
+    *late, last = [float(r["step_seconds"]) for r in rows(tmp_path / "log.csv")[1:]]
+    assert len(late) == 3 and len(set(late)) == 1 and late[0] >= 0.01 and last >= 0.0099
+
+
+def test_a_step_that_fails_is_an_error_of_the_loop():
+    def fail(x):
+        raise KeyError("no such batch")
+
+    def f(x):
+        return jax.pure_callback(fail, jax.ShapeDtypeStruct((), "float32"), x)
+
+    with pytest.raises(jax.errors.JaxRuntimeError, match="no such batch"), shardc.progress() as p:
+        for _ in range(3):
+            p(loss=jax.jit(f)(1.0))
 
 
 def test_a_loop_that_fails_waits_for_nothing(capsys):
