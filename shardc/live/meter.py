@@ -64,8 +64,8 @@ def progress(  # noqa: PLR0913  # a public face
       every: a row is shown after the first step, after each step whose number it divides, and after the last one.
       items: how many each step takes, of all processes together; their rate is shown.
       unit: what they are called: "tokens", "images".
-      csv: a file for the rows: a column for each figure, times in seconds, memory in bytes. It is written anew if
-        `start` is 0; else the rows after `start` are removed.
+      csv: a file for the rows: a column for each figure, times in seconds, memory in bytes. With the first
+        row it is written anew if `start` is 0; else the rows after `start` are removed.
       tensorboard: a folder for events; needs `pip install "shardc[tensorboard]"`.
 
     Returns:

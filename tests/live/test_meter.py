@@ -193,6 +193,23 @@ def test_a_resumed_loop_goes_on_with_its_file(tmp_path):
     assert [r["loss"] for r in rows(path)] == ["3.0"]
 
 
+@pytest.mark.parametrize("start", [0, 1])
+def test_files_stay_as_they_are_until_the_first_row(start, tmp_path, monkeypatch):
+    made = []
+    events = SimpleNamespace(add_scalar=lambda *_: None, close=lambda: None)
+    library = SimpleNamespace(SummaryWriter=lambda folder: made.append(folder) or events)
+    monkeypatch.setitem(sys.modules, "tensorboardX", library)
+    path = tmp_path / "log.csv"
+    path.write_text(before := "step,loss\n1,3.0\n2,2.0\n")
+    with shardc.progress(start=start, csv=path, tensorboard="runs") as p:
+        assert path.read_text() == before and not made
+        p(loss=1)
+        assert len(rows(path)) == start + 1 and made == ["runs"]
+    with pytest.raises(KeyError), shardc.progress(csv=tmp_path / "new" / "log.csv"):
+        raise KeyError
+    assert not (tmp_path / "new").exists()
+
+
 class Cluster:
     """A process of a run."""
 
