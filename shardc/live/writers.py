@@ -36,7 +36,8 @@ class RowWriter(Protocol):
 
 
 class ProgressLine:
-    """One line on a terminal that changes in place; elsewhere a line of text for each row.
+    """One line on a terminal that changes in place, without the last parts if it is narrow; elsewhere a line of text
+    for each row.
 
     Args:
       total: steps of the loop; None: unknown.
@@ -46,7 +47,10 @@ class ProgressLine:
     def __init__(self, total: int | None, unit: str) -> None:
         self._total, self._unit, self._shown, self._text = total, unit, -math.inf, ""
         self._console = console = Console()
-        count = [BarColumn(bar_width=10), MofNCompleteColumn(), TimeRemainingColumn()] if total else []
+        wide = [BarColumn(bar_width=10), TimeRemainingColumn()] if console.width >= 60 else []
+        count = [*wide[:1], MofNCompleteColumn(), *wide[1:]] if total else []
+        self._room = (21 if wide else 1) + 2 * len(str(total)) + 1 if total else 0
+        """Columns of the terminal before the text."""
         text = TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis"))
         self._bar = Progress(*count, text, console=console, auto_refresh=False) if console.is_terminal else None
         if self._bar is not None:
@@ -56,12 +60,15 @@ class ProgressLine:
     def write(self, row: Row, waits: str = "") -> None:
         """Show a row, and who waits."""
         step = int(row["step"])
-        text = " | ".join(filter(None, [*_texts(row, self._unit), waits]))
+        parts = [part for part in (*_texts(row, self._unit), waits) if part]
         if self._bar is None:
             of = f"/{self._total}" if self._total else ""
-            self._print(f"step {step:{len(str(self._total or 0))}}{of} | {text}")
+            self._print(" | ".join([f"step {step:{len(str(self._total or 0))}}{of}", *parts]))
             return
-        self._bar.update(self._task, completed=step, description=text if self._total else f"step {step} | {text}")
+        parts = parts if self._total else [f"step {step}", *parts]
+        while len(parts) > 1 and len(" | ".join(parts)) > self._console.width - self._room:
+            parts.pop()
+        self._bar.update(self._task, completed=step, description=" | ".join(parts))
         if monotonic() - self._shown >= _EVERY or step == self._total:
             self._bar.refresh()
             self._shown = monotonic()
