@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from numbers import Integral, Real
 from os import PathLike
 from threading import Event, Lock, Thread
 from time import monotonic
@@ -74,8 +75,8 @@ def progress(  # noqa: PLR0913  # a public face
       step.
 
     Raises:
-      ArgumentError: a number is no whole number in its range; the file cannot be written; tensorboardX is not
-        installed. In a call: a result that is not one number; a name that a column has already.
+      ArgumentError: an argument is of another kind, or not in its range; the file cannot be written; tensorboardX is
+        not installed. In a call: a result that is not one real number; a name that a column has already.
 
     Examples:
       >>> import sys
@@ -90,15 +91,23 @@ def progress(  # noqa: PLR0913  # a public face
     wrong = [
         f"{name}={n!r}: a whole number of {least} or more is needed."
         for name, (n, least) in whole.items()
-        if type(n) is not int or n < least
+        if isinstance(n, bool) or not isinstance(n, Integral) or n < least
     ]
-    if items is not None and (isinstance(items, bool) or not isinstance(items, int | float) or items <= 0):  # pyright: ignore[reportUnnecessaryIsInstance]
+    if not wrong and total is not None and start > total:
+        wrong.append(f"start={start!r}: more than total={total!r}, which counts the steps before start too.")
+    if items is not None and (isinstance(items, bool) or not isinstance(items, Real) or not 0 < items < math.inf):
         wrong.append(f"items={items!r}: a positive number is needed, or None.")
+    if not isinstance(unit, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+        wrong.append(f"unit={unit!r}: a text is needed.")
+    for name, path in {"csv": csv, "tensorboard": tensorboard}.items():
+        if path is not None and not isinstance(path, str | PathLike):  # pyright: ignore[reportUnnecessaryIsInstance]
+            wrong.append(f"{name}={path!r}: a path is needed, or None.")
     if not callable(step) and step is not None:
         wrong.append(f"step={step!r}: give the function that the loop calls; the number of steps is total=.")
     if wrong:
         raise ArgumentError(all_offenders("shardc.progress: arguments that do not fit", wrong))
-    return Meter(_Loop(step, total, start, every, items, unit), csv, tensorboard)
+    numbers = None if total is None else int(total), int(start), int(every), None if items is None else float(items)
+    return Meter(_Loop(step, *numbers, unit), csv, tensorboard)
 
 
 class _Loop:
@@ -233,12 +242,15 @@ class Meter:
                 self._show_computed()
 
     @compat.face
-    def __call__(self, **results: Any) -> None:
+    def __call__(self, *unnamed: Any, **results: Any) -> None:
         """Say that one more step is done.
 
         Args:
+          *unnamed: none: each result has a name.
           **results: its loss and other scalars by name.
         """
+        if unnamed:
+            raise ArgumentError("shardc.progress: give results by name: p(loss=loss), or p(**results) of a dict.")
         if self._closing is None:
             raise ArgumentError("shardc.progress: use it inside of `with shardc.progress(...) as p:`.")
         self._check(results)
@@ -256,6 +268,11 @@ class Meter:
             f"{name} is {_short(x)}; give one number, as its mean."
             for name, x in results.items()
             if not isinstance(x, int | float) and getattr(x, "size", 0) != 1
+        ]
+        wrong += [
+            f"{name} is {_short(x)}; give a real number."
+            for name, x in results.items()
+            if getattr(x, "size", 0) == 1 and getattr(getattr(x, "dtype", None), "kind", "f") in "cOSU"
         ]
         wrong += [
             f"{name} is traced: the call stands in a function that JAX traces once; return the value, and call "

@@ -305,6 +305,38 @@ def test_arguments_that_do_not_fit():
     ]
 
 
+def test_more_arguments_that_do_not_fit():
+    with pytest.raises(shardc.ArgumentError) as error:
+        shardc.progress(total=3, start=5, items=float("nan"), unit=3, csv=3, tensorboard=b"runs")
+    assert str(error.value).splitlines()[1:] == [
+        "  start=5: more than total=3, which counts the steps before start too.",
+        "  items=nan: a positive number is needed, or None.",
+        "  unit=3: a text is needed.",
+        "  csv=3: a path is needed, or None.",
+        "  tensorboard=b'runs': a path is needed, or None.",
+    ]
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.uint8])
+def test_numbers_of_numpy(kind, capsys):
+    with shardc.progress(total=kind(3), start=kind(1), every=kind(1), items=kind(64)) as p:
+        for _ in range(2):
+            p(loss=np.float32(1))
+    assert [line[:8] for line in capsys.readouterr().out.splitlines()] == ["step 2/3", "step 3/3"]
+
+
+@pytest.mark.parametrize("x", [1.0, {"loss": 1.0}])
+def test_results_have_names(x):
+    with shardc.progress() as p, pytest.raises(shardc.ArgumentError, match=r"give results by name: p\(loss=loss\)"):
+        p(x)
+
+
+@pytest.mark.parametrize("x", [np.complex64(1), jnp.ones((), "complex64"), np.array("a")])
+def test_results_are_real_numbers(x):
+    with shardc.progress() as p, pytest.raises(shardc.ArgumentError, match=r"loss is .*; give a real number\."):
+        p(loss=x)
+
+
 def test_results_that_cannot_be_shown():
     with shardc.progress() as p:
         with pytest.raises(shardc.ArgumentError) as error:
