@@ -65,9 +65,9 @@ class ProgressLine:
             of = f"/{self._total}" if self._total else ""
             self._print(" | ".join([f"step {step:{len(str(self._total or 0))}}{of}", *parts]))
             return
-        parts = parts if self._total else [f"step {step}", *parts]
-        while len(parts) > 1 and len(" | ".join(parts)) > self._console.width - self._room:
-            parts.pop()
+        kept, parts = (1, parts) if self._total else (2, [f"step {step}", *parts])
+        while len(parts) > kept and len(" | ".join(parts)) > self._console.width - self._room:
+            del parts[-2 if parts[-1].startswith("loss ") else -1]
         self._bar.update(self._task, completed=step, description=" | ".join(parts))
         if monotonic() - self._shown >= _EVERY or step == self._total:
             self._bar.refresh()

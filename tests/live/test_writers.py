@@ -47,6 +47,15 @@ def test_a_terminal_shows_one_line_and_warnings_stay(terminal, total):
 
 
 @pytest.mark.parametrize("total", [1000, None])
+def test_a_narrow_terminal_keeps_a_loss_that_is_not_the_first_result(terminal, total):
+    writers.Console().width = 24
+    screen = ProgressLine(total, "images")
+    screen.write({"step": 20, "accuracy": 0.5, "norm": 1.5, "loss": 3.2, "images_per_second": 5300})
+    screen.close()
+    assert "loss 3.2000" in terminal.getvalue() and "accuracy" not in terminal.getvalue()
+
+
+@pytest.mark.parametrize("total", [1000, None])
 @pytest.mark.parametrize("width", [30, 59, 80, 100, 120])
 def test_a_narrow_terminal_drops_parts_from_the_right(terminal, width, total):
     writers.Console().width = width
