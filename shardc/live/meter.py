@@ -5,12 +5,15 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
+from numbers import Integral, Real
 from os import PathLike
+from threading import Event, Lock, Thread
 from time import monotonic
 from types import TracebackType
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import jax
 import numpy as np
@@ -24,6 +27,9 @@ from shardc.live.writers import CsvFile, ProgressLine, RowWriter, TensorBoard, i
 from shardc.runtime.cluster import current
 
 _log: Final = logging.getLogger("shardc")
+
+_Steps: TypeAlias = list[tuple[int, Mapping[str, Any]]]
+"""Steps with their results."""
 
 
 @compat.face
@@ -59,8 +65,8 @@ def progress(  # noqa: PLR0913  # a public face
       every: a row is shown after the first step, after each step whose number it divides, and after the last one.
       items: how many each step takes, of all processes together; their rate is shown.
       unit: what they are called: "tokens", "images".
-      csv: a file for the rows: a column for each figure, times in seconds, memory in bytes. It is written anew if
-        `start` is 0; else the rows after `start` are removed.
+      csv: a file for the rows: a column for each figure, times in seconds, memory in bytes. With the first
+        row it is written anew if `start` is 0; else the rows after `start` are removed.
       tensorboard: a folder for events; needs `pip install "shardc[tensorboard]"`.
 
     Returns:
@@ -69,8 +75,8 @@ def progress(  # noqa: PLR0913  # a public face
       step.
 
     Raises:
-      ArgumentError: a number is no whole number in its range; the file cannot be written; tensorboardX is not
-        installed. In a call: a result that is not one number; a name that a column has already.
+      ArgumentError: an argument is of another kind, or not in its range; the file cannot be written; tensorboardX is
+        not installed. In a call: a result that is not one real number; a name that a column has already.
 
     Examples:
       >>> import sys
@@ -85,15 +91,23 @@ def progress(  # noqa: PLR0913  # a public face
     wrong = [
         f"{name}={n!r}: a whole number of {least} or more is needed."
         for name, (n, least) in whole.items()
-        if type(n) is not int or n < least
+        if isinstance(n, bool) or not isinstance(n, Integral) or n < least
     ]
-    if items is not None and (isinstance(items, bool) or not isinstance(items, int | float) or items <= 0):  # pyright: ignore[reportUnnecessaryIsInstance]
+    if not wrong and total is not None and start > total:
+        wrong.append(f"start={start!r}: more than total={total!r}, which counts the steps before start too.")
+    if items is not None and (isinstance(items, bool) or not isinstance(items, Real) or not 0 < items < math.inf):
         wrong.append(f"items={items!r}: a positive number is needed, or None.")
+    if not isinstance(unit, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+        wrong.append(f"unit={unit!r}: a text is needed.")
+    for name, path in {"csv": csv, "tensorboard": tensorboard}.items():
+        if path is not None and not isinstance(path, str | PathLike):  # pyright: ignore[reportUnnecessaryIsInstance]
+            wrong.append(f"{name}={path!r}: a path is needed, or None.")
     if not callable(step) and step is not None:
         wrong.append(f"step={step!r}: give the function that the loop calls; the number of steps is total=.")
     if wrong:
         raise ArgumentError(all_offenders("shardc.progress: arguments that do not fit", wrong))
-    return Meter(_Loop(step, total, start, every, items, unit), csv, tensorboard)
+    numbers = None if total is None else int(total), int(start), int(every), None if items is None else float(items)
+    return Meter(_Loop(step, *numbers, unit), csv, tensorboard)
 
 
 class _Loop:
@@ -106,6 +120,79 @@ class _Loop:
         return step == self.start + 1 or step % self.every == 0 or step == self.total
 
 
+@dataclass(frozen=True)
+class _Row:
+    """The steps of a row, when they were computed, and the time of one of them."""
+
+    steps: _Steps
+    at: float
+    seconds: float | None
+
+
+class _Clock:
+    """The times at which rows are computed, whatever the loop does meanwhile: each call looks, and a thread does while
+    the loop waits for something else.
+
+    A row is computed between two looks. A step's time counts from the earlier one for the row before and to the later
+    one for this row, so that no step seems faster than it is.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._stopped, self._thread = Lock(), Event(), None
+        self._waiting: deque[tuple[float, _Steps]] = deque()
+        """Rows that are not computed yet, and since when they are here."""
+        self._computed: deque[_Row] = deque()
+        self._looked = self._changed = monotonic()
+        """When rows were looked at, and found, last."""
+        self._base: tuple[int, float] | None = None
+        """A step, and a time at which it was not computed yet, or just so."""
+
+    def add(self, steps: _Steps) -> None:
+        self._waiting.append((monotonic(), steps))
+
+    def computed(self) -> deque[_Row]:
+        """The rows that are computed; the caller takes them."""
+        if self._waiting:
+            self._look()
+        if self._waiting and self._thread is None:
+            self._thread = Thread(target=self._watch, name="shardc progress", daemon=True)
+            self._thread.start()
+        return self._computed
+
+    def wait(self) -> None:
+        """Wait until all rows are computed."""
+        with self._lock:
+            rows = list(self._waiting)
+        for x in (x for _, steps in rows for x in steps[-1][1].values()):
+            if not _is_computed(x):
+                np.asarray(x)
+            self._look()
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+    def _watch(self) -> None:
+        while not self._stopped.wait(min(max((monotonic() - self._changed) / 50, 1e-3), 0.02)):
+            self._look()
+
+    def _look(self) -> None:
+        with self._lock:
+            begin, earliest, found = monotonic(), self._looked, list[_Steps]()
+            while self._waiting and all(map(_is_computed, self._waiting[0][1][-1][1].values())):
+                since, steps = self._waiting.popleft()
+                earliest = max(self._looked, since)
+                found.append(steps)
+            self._looked, now = begin, monotonic()
+            if not found:
+                return
+            last = found[-1][-1][0]  # rows that one look finds have one rate
+            seconds = None if self._base is None else (now - self._base[1]) / (last - self._base[0])
+            self._computed.extend(_Row(steps, now, seconds) for steps in found)
+            self._changed = now
+            if self._base is None or now - self._base[1] >= 10 * (now - earliest):  # else known too roughly
+                self._base = last, earliest
+
+
 class Meter:
     """The figures of a loop. Made by `shardc.progress`."""
 
@@ -115,12 +202,9 @@ class Meter:
         self._screen: ProgressLine | None = None
         self._writers: list[RowWriter] = []
         self._closing: ExitStack | None = None
-        self._since: list[tuple[int, Mapping[str, Any]]] = []
-        """The steps after the last one that is shown, with their results."""
-        self._waiting: deque[list[tuple[int, Mapping[str, Any]]]] = deque()
-        """The same for each row that is not computed yet."""
-        self._last: tuple[int, float] | None = None
-        """The step of the row before, and when it was there."""
+        self._since: _Steps = []
+        """The steps after the last one that is shown."""
+        self._clock = _Clock()
         self._names: set[str] = set()
         self._bad: set[str] = set()
         """Results that were not finite in the row before."""
@@ -140,6 +224,7 @@ class Meter:
                     opened.callback(self._writers[-1].close)
                 self._screen = ProgressLine(self._loop.total, self._loop.unit)
                 opened.callback(self._screen.close)
+            opened.callback(self._clock.stop)
             self._closing = opened.pop_all()
         self._began = monotonic()
         return self
@@ -151,16 +236,21 @@ class Meter:
         with self._closing:
             self._closing = None
             if kind is None:
-                self._waiting.extend([self._since] if self._since else [])
-                self._show_computed(wait=True)
+                if self._since:
+                    self._clock.add(self._since)
+                self._clock.wait()
+                self._show_computed()
 
     @compat.face
-    def __call__(self, **results: Any) -> None:
+    def __call__(self, *unnamed: Any, **results: Any) -> None:
         """Say that one more step is done.
 
         Args:
+          *unnamed: none: each result has a name.
           **results: its loss and other scalars by name.
         """
+        if unnamed:
+            raise ArgumentError("shardc.progress: give results by name: p(loss=loss), or p(**results) of a dict.")
         if self._closing is None:
             raise ArgumentError("shardc.progress: use it inside of `with shardc.progress(...) as p:`.")
         self._check(results)
@@ -169,7 +259,7 @@ class Meter:
             return
         self._since.append((self._done, results))
         if self._loop.is_shown(self._done):
-            self._waiting.append(self._since)
+            self._clock.add(self._since)
             self._since = []
         self._show_computed()
 
@@ -178,6 +268,11 @@ class Meter:
             f"{name} is {_short(x)}; give one number, as its mean."
             for name, x in results.items()
             if not isinstance(x, int | float) and getattr(x, "size", 0) != 1
+        ]
+        wrong += [
+            f"{name} is {_short(x)}; give a real number."
+            for name, x in results.items()
+            if getattr(x, "size", 0) == 1 and getattr(getattr(x, "dtype", None), "kind", "f") in "cOSU"
         ]
         wrong += [
             f"{name} is traced: the call stands in a function that JAX traces once; return the value, and call "
@@ -192,33 +287,29 @@ class Meter:
             raise ArgumentError(all_offenders("shardc.progress: results that cannot be shown", wrong))
         self._names |= new
 
-    def _show_computed(self, wait: bool = False) -> None:
-        """Show the rows that are computed, in order; with `wait` all."""
-        while self._waiting and (wait or all(map(_is_computed, self._waiting[0][-1][1].values()))):
-            self._show(self._waiting.popleft())
+    def _show_computed(self) -> None:
+        """Show the rows that are computed, in order."""
+        rows = self._clock.computed()
+        while rows:
+            self._show(rows.popleft())
 
-    def _show(self, steps: Sequence[tuple[int, Mapping[str, Any]]]) -> None:
-        step, results = steps[-1]
+    def _show(self, row: _Row) -> None:
+        (step, results), seconds, loop = row.steps[-1], row.seconds, self._loop
         values = {name: value for name, x in results.items() if (value := _value_of(name, x)) is not None}
-        now, loop = monotonic(), self._loop
-        seconds = None if self._last is None else (now - self._last[1]) / (step - self._last[0])
-        self._last = step, now
         rate = None if seconds is None or loop.items is None else loop.items / max(seconds, 1e-9)
-        row = {"step": step, "elapsed_seconds": now - self._began, **values}
+        figures = {"step": step, "elapsed_seconds": row.at - self._began, **values}
         if rate is not None:
-            row[f"{loop.unit}_per_second"] = rate
-        row |= step_figures(loop.step, seconds)
+            figures[f"{loop.unit}_per_second"] = rate
+        figures |= step_figures(loop.step, seconds)
         assert self._screen is not None
-        self._warn(self._screen, values, steps)
-        self._screen.write(row, waiting_text(loop.step))
+        self._warn(self._screen, values, row.steps)
+        self._screen.write(figures, waiting_text(loop.step))
         for writer in self._writers:
-            writer.write(row)
+            writer.write(figures)
         if self._status is not None:
             self._status.say(step=step, loss=values.get("loss"), tokens=rate if loop.unit == "tokens" else None)
 
-    def _warn(
-        self, screen: ProgressLine, values: Mapping[str, float], steps: Sequence[tuple[int, Mapping[str, Any]]]
-    ) -> None:
+    def _warn(self, screen: ProgressLine, values: Mapping[str, float], steps: _Steps) -> None:
         """Show since which step a result is not finite, once."""
         bad = {name for name, x in values.items() if not math.isfinite(x)}
         for name in sorted(bad - self._bad):
@@ -241,7 +332,10 @@ def _is_lost(x: Any) -> bool:
 
 
 def _is_computed(x: Any) -> bool:
-    return not hasattr(x, "is_ready") or _is_lost(x) or x.is_ready()
+    try:
+        return not hasattr(x, "is_ready") or _is_lost(x) or x.is_ready()
+    except RuntimeError:  # it failed, or the loop donates it right now: who reads it says so
+        return True
 
 
 def _value_of(name: str, x: Any) -> float | None:

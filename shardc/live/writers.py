@@ -5,11 +5,13 @@ from __future__ import annotations
 import csv
 import importlib
 import math
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from os import PathLike, fspath
 from pathlib import Path
 from time import monotonic
-from typing import Any, Final, Protocol, TypeAlias
+from typing import IO, Any, Final, Protocol, TypeAlias
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -34,7 +36,8 @@ class RowWriter(Protocol):
 
 
 class ProgressLine:
-    """One line on a terminal that changes in place; elsewhere a line of text for each row.
+    """One line on a terminal that changes in place, without the last parts if it is narrow; elsewhere a line of text
+    for each row.
 
     Args:
       total: steps of the loop; None: unknown.
@@ -44,7 +47,10 @@ class ProgressLine:
     def __init__(self, total: int | None, unit: str) -> None:
         self._total, self._unit, self._shown, self._text = total, unit, -math.inf, ""
         self._console = console = Console()
-        count = [BarColumn(bar_width=10), MofNCompleteColumn(), TimeRemainingColumn()] if total else []
+        wide = [BarColumn(bar_width=10), TimeRemainingColumn()] if console.width >= 60 else []
+        count = [*wide[:1], MofNCompleteColumn(), *wide[1:]] if total else []
+        self._room = (21 if wide else 1) + 2 * len(str(total)) + 1 if total else 0
+        """Columns of the terminal before the text."""
         text = TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis"))
         self._bar = Progress(*count, text, console=console, auto_refresh=False) if console.is_terminal else None
         if self._bar is not None:
@@ -54,12 +60,15 @@ class ProgressLine:
     def write(self, row: Row, waits: str = "") -> None:
         """Show a row, and who waits."""
         step = int(row["step"])
-        text = " | ".join(filter(None, [*_texts(row, self._unit), waits]))
+        parts = [part for part in (*_texts(row, self._unit), waits) if part]
         if self._bar is None:
             of = f"/{self._total}" if self._total else ""
-            self._print(f"step {step:{len(str(self._total or 0))}}{of} | {text}")
+            self._print(" | ".join([f"step {step:{len(str(self._total or 0))}}{of}", *parts]))
             return
-        self._bar.update(self._task, completed=step, description=text if self._total else f"step {step} | {text}")
+        kept, parts = (1, parts) if self._total else (2, [f"step {step}", *parts])
+        while len(parts) > kept and len(" | ".join(parts)) > self._console.width - self._room:
+            del parts[-2 if parts[-1].startswith("loss ") else -1]
+        self._bar.update(self._task, completed=step, description=" | ".join(parts))
         if monotonic() - self._shown >= _EVERY or step == self._total:
             self._bar.refresh()
             self._shown = monotonic()
@@ -111,7 +120,7 @@ def _number_text(x: float) -> str:
 
 
 class CsvFile:
-    """A CSV file with a line for each row. A new column widens the whole file.
+    """A CSV file with a line for each row. A new column widens the whole file. Until the first row it stays as it was.
 
     Args:
       path: the file; its folder is made.
@@ -122,40 +131,51 @@ class CsvFile:
     """
 
     def __init__(self, path: str | PathLike[str], start: int) -> None:
-        self._path, self._columns = Path(path), list[str]()
-        rows: list[dict[str, Any]] = []
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            if start and self._path.exists():
-                with self._path.open(newline="", encoding="utf-8") as file:
-                    rows = [row for row in csv.DictReader(file) if int(row["step"]) <= start]
-            self._rewrite(list(rows[0]) if rows else [], rows)
-        except (OSError, ValueError, KeyError) as error:
-            raise ArgumentError(f"shardc.progress: csv={fspath(path)!r} cannot be used: {error!r}.") from error
+        self._name, self._path, self._columns = fspath(path), Path(path), list[str]()
+        self._file: IO[str] | None = None
+        self._kept: list[dict[str, Any]] = []
+        """The rows of the steps before, until the first row."""
+        with self._usable():
+            if self._path.exists():
+                with self._path.open("r+", newline="", encoding="utf-8") as file:
+                    self._kept = [row for row in csv.DictReader(file) if int(row["step"]) <= start] if start else []
+                self._columns = list(self._kept[0]) if self._kept else []
 
-    def _rewrite(self, columns: list[str], rows: list[dict[str, Any]]) -> None:
-        self._columns = columns
+    @contextmanager
+    def _usable(self) -> Generator[None]:
+        try:
+            yield
+        except (OSError, ValueError, KeyError) as error:
+            raise ArgumentError(f"shardc.progress: csv={self._name!r} cannot be used: {error!r}.") from error
+
+    def _rewrite(self, rows: list[dict[str, Any]]) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
         self._file = self._path.open("w", newline="", encoding="utf-8", buffering=1)
-        self._csv = csv.DictWriter(self._file, columns, restval="")
-        if columns:
-            self._csv.writeheader()
+        self._csv = csv.DictWriter(self._file, self._columns, restval="")
+        self._csv.writeheader()
         self._csv.writerows(rows)
 
     def write(self, row: Row) -> None:
         new = [name for name in row if name not in self._columns]
-        if new:
-            self.close()
-            with self._path.open(newline="", encoding="utf-8") as file:
-                before = list(csv.DictReader(file))
-            self._rewrite([*self._columns, *new], before)
-        self._csv.writerow(dict(row))
+        with self._usable():
+            if new or self._file is None:
+                rows = self._kept
+                if self._file is not None:
+                    self.close()
+                    with self._path.open(newline="", encoding="utf-8") as file:
+                        rows = list(csv.DictReader(file))
+                self._columns += new
+                self._rewrite(rows)
+                self._kept = []
+            self._csv.writerow(dict(row))
 
     def close(self) -> None:
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
 
 
 class TensorBoard:
-    """An event file for TensorBoard, with a scalar for each column.
+    """An event file for TensorBoard, with a scalar for each column. It is made with the first row.
 
     Args:
       folder: as `tensorboard --logdir` takes it.
@@ -171,12 +191,14 @@ class TensorBoard:
             raise ArgumentError(
                 f'shardc.progress: tensorboard= needs tensorboardX: pip install "shardc[tensorboard]" ({error}).'
             ) from error
-        self._events = library.SummaryWriter(fspath(folder))
+        self._new, self._events = partial(library.SummaryWriter, fspath(folder)), None
 
     def write(self, row: Row) -> None:
+        events = self._events = self._events or self._new()
         for name, x in row.items():
             if name != "step":
-                self._events.add_scalar(name, x, int(row["step"]))
+                events.add_scalar(name, x, int(row["step"]))
 
     def close(self) -> None:
-        self._events.close()
+        if self._events is not None:
+            self._events.close()

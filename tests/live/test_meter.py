@@ -3,6 +3,8 @@
 import csv
 import re
 import sys
+from time import monotonic, sleep
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -96,6 +98,59 @@ def test_no_call_waits_for_a_value(capsys):
     assert slow.there and "step 5 | loss 7.0000" in capsys.readouterr().out
 
 
+class Timed(Slow):
+    """An array that is computed at a given time."""
+
+    def __init__(self, at):
+        self.at = at
+
+    def is_ready(self):
+        return monotonic() >= self.at
+
+    def __array__(self, dtype=None, copy=None):
+        sleep(max(0, self.at - monotonic()))
+        return np.asarray(7.0)
+
+
+@pytest.mark.parametrize("stop", [2, 9])
+@pytest.mark.parametrize("every", [3, 10])
+def test_steps_are_timed_while_the_loop_waits_for_something_else(stop, every, tmp_path):
+    with shardc.progress(total=30, every=every, csv=tmp_path / "log.csv") as p:
+        free = monotonic()
+        for i in range(30):
+            free = max(free, monotonic()) + 0.01
+            p(loss=Timed(free))
+            if i % 10 == stop:
+                sleep(free - monotonic())
+    seconds = [float(text) for r in rows(tmp_path / "log.csv") if (text := r["step_seconds"])]
+    assert min(seconds) > 0.0099 and np.median(seconds) < 0.02, seconds
+
+
+def test_rows_that_one_look_finds_have_one_rate(tmp_path, monkeypatch):
+    monkeypatch.setattr(meter, "Thread", lambda **_: SimpleNamespace(start=lambda: None))
+    with shardc.progress(total=20, every=5, csv=tmp_path / "log.csv") as p:
+        p(loss=1)
+        free = monotonic()
+        for _ in range(18):
+            p(loss=Timed(free := free + 0.01))
+        sleep(free - monotonic())
+        p(loss=Timed(free + 0.01))
+    *late, last = [float(r["step_seconds"]) for r in rows(tmp_path / "log.csv")[1:]]
+    assert len(late) == 3 and len(set(late)) == 1 and late[0] >= 0.01 and last >= 0.0099
+
+
+def test_a_step_that_fails_is_an_error_of_the_loop():
+    def fail(x):
+        raise KeyError("no such batch")
+
+    def f(x):
+        return jax.pure_callback(fail, jax.ShapeDtypeStruct((), "float32"), x)
+
+    with pytest.raises(jax.errors.JaxRuntimeError, match="no such batch"), shardc.progress() as p:
+        for _ in range(3):
+            p(loss=jax.jit(f)(1.0))
+
+
 def test_a_loop_that_fails_waits_for_nothing(capsys):
     slow = Slow()
     with pytest.raises(KeyError), shardc.progress() as p:
@@ -136,6 +191,23 @@ def test_a_resumed_loop_goes_on_with_its_file(tmp_path):
     with shardc.progress(csv=path) as p:
         p(loss=3)
     assert [r["loss"] for r in rows(path)] == ["3.0"]
+
+
+@pytest.mark.parametrize("start", [0, 1])
+def test_files_stay_as_they_are_until_the_first_row(start, tmp_path, monkeypatch):
+    made = []
+    events = SimpleNamespace(add_scalar=lambda *_: None, close=lambda: None)
+    library = SimpleNamespace(SummaryWriter=lambda folder: made.append(folder) or events)
+    monkeypatch.setitem(sys.modules, "tensorboardX", library)
+    path = tmp_path / "log.csv"
+    path.write_text(before := "step,loss\n1,3.0\n2,2.0\n")
+    with shardc.progress(start=start, csv=path, tensorboard="runs") as p:
+        assert path.read_text() == before and not made
+        p(loss=1)
+        assert len(rows(path)) == start + 1 and made == ["runs"]
+    with pytest.raises(KeyError), shardc.progress(csv=tmp_path / "new" / "log.csv"):
+        raise KeyError
+    assert not (tmp_path / "new").exists()
 
 
 class Cluster:
@@ -231,6 +303,38 @@ def test_arguments_that_do_not_fit():
         "  items=0: a positive number is needed, or None.",
         "  step=1000: give the function that the loop calls; the number of steps is total=.",
     ]
+
+
+def test_more_arguments_that_do_not_fit():
+    with pytest.raises(shardc.ArgumentError) as error:
+        shardc.progress(total=3, start=5, items=float("nan"), unit=3, csv=3, tensorboard=b"runs")
+    assert str(error.value).splitlines()[1:] == [
+        "  start=5: more than total=3, which counts the steps before start too.",
+        "  items=nan: a positive number is needed, or None.",
+        "  unit=3: a text is needed.",
+        "  csv=3: a path is needed, or None.",
+        "  tensorboard=b'runs': a path is needed, or None.",
+    ]
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.uint8])
+def test_numbers_of_numpy(kind, capsys):
+    with shardc.progress(total=kind(3), start=kind(1), every=kind(1), items=kind(64)) as p:
+        for _ in range(2):
+            p(loss=np.float32(1))
+    assert [line[:8] for line in capsys.readouterr().out.splitlines()] == ["step 2/3", "step 3/3"]
+
+
+@pytest.mark.parametrize("x", [1.0, {"loss": 1.0}])
+def test_results_have_names(x):
+    with shardc.progress() as p, pytest.raises(shardc.ArgumentError, match=r"give results by name: p\(loss=loss\)"):
+        p(x)
+
+
+@pytest.mark.parametrize("x", [np.complex64(1), jnp.ones((), "complex64"), np.array("a")])
+def test_results_are_real_numbers(x):
+    with shardc.progress() as p, pytest.raises(shardc.ArgumentError, match=r"loss is .*; give a real number\."):
+        p(loss=x)
 
 
 def test_results_that_cannot_be_shown():

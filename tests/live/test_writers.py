@@ -46,6 +46,28 @@ def test_a_terminal_shows_one_line_and_warnings_stay(terminal, total):
     assert ("20/1000" in text, "step 20 |" in text) == (total is not None, total is None)
 
 
+@pytest.mark.parametrize("total", [1000, None])
+def test_a_narrow_terminal_keeps_a_loss_that_is_not_the_first_result(terminal, total):
+    writers.Console().width = 24
+    screen = ProgressLine(total, "images")
+    screen.write({"step": 20, "accuracy": 0.5, "norm": 1.5, "loss": 3.2, "images_per_second": 5300})
+    screen.close()
+    assert "loss 3.2000" in terminal.getvalue() and "accuracy" not in terminal.getvalue()
+
+
+@pytest.mark.parametrize("total", [1000, None])
+@pytest.mark.parametrize("width", [30, 59, 80, 100, 120])
+def test_a_narrow_terminal_drops_parts_from_the_right(terminal, width, total):
+    writers.Console().width = width
+    screen = ProgressLine(total, "images")
+    screen.write(ROW, "rank 1 waits 43%")
+    screen.close()
+    last = next(line for line in reversed(terminal.getvalue().splitlines()) if "loss" in line)
+    assert ("20/1000 " if total else "step 20 |") in last and "loss 3.2014" in last and "…" not in last
+    assert ("-:--:--" in last) == (total is not None and width >= 60)
+    assert ("norm" in last, "5,300 images/s" in last, "rank" in last) == (width >= 59, width >= 59, False)
+
+
 def test_a_terminal_is_not_drawn_at_each_fast_step(terminal):
     screen = ProgressLine(None, "images")
     drawn = []
