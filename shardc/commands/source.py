@@ -1,4 +1,4 @@
-"""What a command looks at: the first call of a function in a script, or a saved plan.
+"""The source of a command: the first call of a function in a script, or a saved plan.
 
 The script runs as `__main__` up to the call. There the command does its work, in the script's own contexts, and the
 script ends.
@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Source:
-    """What a command looks at, as it stands on the command line.
+    """The source of a command, as it stands on the command line.
 
     Attributes:
       text: a script, `train.py`, with a function, `train.py:step`, or the file of a saved plan.
@@ -225,7 +225,7 @@ class _Waiting(Generic[T]):
         raise SystemExit(0)  # silent in a thread too
 
     def result(self) -> T:
-        """What was made of the call.
+        """The result that was made of the call.
 
         Raises:
           ArgumentError: there was no such call.

@@ -45,7 +45,7 @@ class DataParallel:
         return self.axes[0] if len(self.axes) == 1 else self.axes
 
     def avoids(self, axes: Iterable[str]) -> frozenset[tuple[str, str]]:
-        """What a plan avoids, over all axes of a mesh."""
+        """The steps that a plan avoids, each with each axis of a mesh."""
         return frozenset(itertools.product(_AVOIDS, axes))
 
     def __str__(self) -> str:

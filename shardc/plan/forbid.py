@@ -22,7 +22,7 @@ _FORMS: Final = 'write axes, {"dcn"}, or the kinds for each axis, {"model": ("al
 
 
 def read_forbid(forbid: Forbid, mesh: MeshView, where: str) -> Forbidden:
-    """What an argument `forbid=` forbids on a mesh.
+    """The kinds of collectives that an argument `forbid=` forbids on a mesh, each with its axis.
 
     Raises:
       ArgumentError: it names an axis that the mesh does not have, or a kind that is none.
@@ -57,7 +57,7 @@ def _wrong(pairs: Sequence[tuple[Any, Any]], mesh: MeshView) -> Iterator[str]:
 def forbid_text(forbidden: Forbidden) -> str:
     """`{"dcn"}`, `{"model": ("all_gather", "permute")}`: as a user may write it."""
     kinds: dict[str, list[str]] = {}
-    for kind, axis in sorted(forbidden, key=lambda pair: (pair[1], COLLECTIVES.index(pair[0]))):  # pyright: ignore
+    for kind, axis in sorted(forbidden, key=lambda pair: (pair[1], COLLECTIVES.index(pair[0]))):  # pyright: ignore[reportArgumentType]
         kinds.setdefault(axis, []).append(kind)
     if all(len(k) == len(COLLECTIVES) for k in kinds.values()):
         return "{" + ", ".join(f'"{a}"' for a in kinds) + "}"

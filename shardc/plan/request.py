@@ -13,7 +13,7 @@ from shardc.machine.mesh import MeshView
 from shardc.sbp.placement import Pin, Placement
 
 Offload: TypeAlias = Literal["never", "auto"] | tuple[str, ...]
-"""What may live in the memory of the hosts; a tuple has patterns of paths of arguments."""
+"""The choice of `offload=`: nothing, what is needed to fit, or arguments by patterns of their paths."""
 
 
 @dataclass(frozen=True)

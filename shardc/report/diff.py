@@ -41,7 +41,7 @@ def diff(one: PlanView, other: PlanView, width: int | None = None) -> str:
 
 
 def diff_saved(one: SavedPlan, other: SavedPlan, width: int | None = None) -> str:
-    """The same of two saved plans, or of one and a plan as it would be saved: what moves is not known then."""
+    """The differences of two saved plans, or of one and a plan as it would be saved: what moves is not known then."""
     parts = [
         _leaves("Arguments", _of_file(one.arguments), _of_file(other.arguments)),
         _leaves("Results", _of_file(one.results), _of_file(other.results)),

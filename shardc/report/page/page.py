@@ -74,7 +74,7 @@ class Page:
 
     @property
     def text(self) -> str:
-        """What `explain()` says."""
+        """The text of `explain()`."""
         return report_text(self.sections)
 
 
