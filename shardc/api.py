@@ -292,7 +292,7 @@ class Function:
         if into.offenders:
             raise PlacementError(self._says(into.offenders))
         abstracted = replace(call, leaves=tuple(map(abstract, call.leaves)))
-        program = trace(self._arguments, abstracted, replicate=(EVERY,))
+        program = trace(self._arguments, abstracted, replicate=(EVERY,), backend=self._view.topology.backend)
         out = result_pins(program, self._options.out_placements, self._view)
         offenders = [*out.offenders, *wrong_constraints(program, self._view)]
         if offenders:
@@ -427,7 +427,7 @@ class Function:
         marks = self._ranks is not None
         key = (self._key(call), marks, scans)
         if key not in self._programs:
-            program = trace(self._arguments, call, marks, self._options.replicate, scans)
+            program = trace(self._arguments, call, marks, self._options.replicate, scans, self._view.topology.backend)
             self._programs[key] = program.after("sink_constants", sink_constants(program.jaxpr))
         return self._programs[key]
 

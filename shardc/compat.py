@@ -26,6 +26,7 @@ from jax._src import source_info_util as _source_info_util
 from jax._src import traceback_util as _traceback_util
 from jax._src.array import ArrayImpl as _Array
 from jax._src.clusters import ClusterEnv as _ClusterEnv
+from jax._src.cudnn import fused_attention_stablehlo as _attention
 from jax._src.interpreters import mlir as _mlir
 from jax._src.interpreters import partial_eval as _pe
 from jax._src.lax import lax as _lax
@@ -260,11 +261,33 @@ def with_rounds_of(eqn: Eqn, caller: Eqn) -> Eqn:
     return eqn.replace(source_info=eqn.source_info.replace(name_stack=stack))
 
 
+_REPLACING: Final = threading.Lock()
+_replaced: dict[str, tuple[Any, int]] = {}
+"""Functions of JAX that are replaced at the moment: the original, and the number of contexts that ask for it."""
+
+
+@contextmanager
+def _replacing(module: Any, name: str, by: Callable[[Any], Any]) -> Generator[None, None, None]:
+    """A context in which a function of JAX is `by(the original)`, in all threads."""
+    with _REPLACING:
+        original, times = _replaced.get(name, (getattr(module, name), 0))
+        _replaced[name] = original, times + 1
+        if not times:
+            setattr(module, name, functools.wraps(original)(by(original)))
+    try:
+        yield
+    finally:
+        with _REPLACING:
+            original, times = _replaced.pop(name)
+            if times > 1:
+                _replaced[name] = original, times - 1
+            else:
+                setattr(module, name, original)
+
+
 # Why: JAX makes slices of an associative scan while it traces. What is traced in a user context is kept for equal
 # values of this context alone.
 _MAKER: Final = jax.make_user_context(None)
-_CATCHING: Final = threading.Lock()
-_caught: dict[str, Any] = {"scan": jax.lax.associative_scan, "times": 0}
 _SCAN: Final = re.compile(r"shardc\.scan\((.*)\)")
 
 
@@ -276,24 +299,34 @@ def scans_made_by(make: Callable[..., Any]) -> Generator[None, None, None]:
     Args:
       make: hashable; what JAX has traced with one is used again with those that are equal.
     """
-    with _CATCHING:
-        if not _caught["times"]:
-            _caught["scan"] = jax.lax.associative_scan
-            jax.lax.associative_scan = functools.wraps(_caught["scan"])(_associative_scan)
-        _caught["times"] += 1
-    try:
-        with _MAKER(make):
-            yield
-    finally:
-        with _CATCHING:
-            _caught["times"] -= 1
-            if not _caught["times"]:
-                jax.lax.associative_scan = _caught["scan"]
+    with _replacing(jax.lax, "associative_scan", _scan_made), _MAKER(make):
+        yield
 
 
-def _associative_scan(fn: Any, elems: Any, reverse: bool = False, axis: int = 0) -> Any:
-    make, scan = _MAKER.value, _caught["scan"]
-    return scan(fn, elems, reverse, axis) if make is None else make(scan, fn, elems, reverse, axis)
+def _scan_made(scan: Callable[..., Any]) -> Callable[..., Any]:
+    def made(fn: Any, elems: Any, reverse: bool = False, axis: int = 0) -> Any:
+        make = _MAKER.value
+        return scan(fn, elems, reverse, axis) if make is None else make(scan, fn, elems, reverse, axis)
+
+    return made
+
+
+# Why: JAX asks cuDNN for its version while it traces attention, and no plan for a GPU could be made without one.
+_CUDNN: Final = 91_300
+"""The version that a plan counts on: the last that JAX asks for."""
+
+
+@contextmanager
+def cudnn_traced() -> Generator[None, None, None]:
+    """A context in which cuDNN's attention is traced, on a machine without cuDNN as for a Hopper GPU."""
+    if _attention.cuda_versions is not None:
+        yield
+        return
+    with (
+        _replacing(_attention, "check_cudnn_version", lambda _: lambda: _CUDNN),
+        _replacing(_attention, "check_compute_capability", lambda _: lambda capability: True),
+    ):
+        yield
 
 
 def scope_of_scan(kind: str) -> str:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Final
 
 from shardc import compat
 from shardc.ir.collective import Collective
 from shardc.ir.walk import all_eqns, short_aval
+from shardc.passes.estimate.attention import Attention, find_attention
 from shardc.passes.estimate.plan_cost import HostMove, Time
 from shardc.passes.recompute.recompute import Recomputed
 from shardc.pipeline.plan import MpmdPlan, PlanView
@@ -65,7 +69,7 @@ def sections_of(plan: PlanView, width: int | None = None) -> list[Section]:
         _borders("Arguments", "uses" * staged, plan.in_borders),
         _borders("Results", "makes" * staged, plan.out_borders),
         *own.transfers, _moves(plan), totals(plan), _host_memory(plan), *own.channels,
-        _gathered(plan), _found(plan), _notes(plan), _memory(plan, own),
+        _attention(plan), _gathered(plan), _found(plan), _notes(plan), _memory(plan, own),
     ]  # fmt: skip
     return [s for s in found if s is not None]
 
@@ -280,6 +284,31 @@ def _host_memory(plan: PlanView) -> Section | None:
 
 
 # -- what was found, and notes
+
+
+def _attention(plan: PlanView) -> Section | None:
+    """A table of the attention of a program for a TPU or GPU: which of it has its scores in memory."""
+    backend = plan.mesh.topology.backend
+    times: Counter[Attention] = Counter()
+    for found in (a for _, part in plan.parts for a in find_attention(part.boxed, part.mesh)):
+        times[replace(found, count=1)] += found.count
+    if not times or backend == "cpu":
+        return None
+    rows = [
+        (a.source, "two products and a softmax", str(n), a.scores, bytes_text(a.bytes))
+        if a.scores
+        else (a.source, "a kernel", str(n), "not in memory", "-")
+        for a, n in times.items()
+    ]
+    lines = [f"XLA fuses no attention; {_KERNELS[backend]}."] if any(a.scores for a in times) else []
+    columns = ("made by", "as", ">times", "scores", ">bytes per device")
+    return Section("Attention: the scores of queries and keys", columns, rows, lines=lines)
+
+
+_KERNELS: Final = {
+    "gpu": 'jax.nn.dot_product_attention(..., implementation="cudnn") keeps its scores in the chip',
+    "tpu": "a Pallas kernel, declared with shardc.signature, keeps its scores in the chip",
+}
 
 
 def _gathered(plan: PlanView) -> Section:

@@ -7,6 +7,7 @@ from functools import cache, partial
 from typing import Any, Final
 
 import jax
+import jax.extend.core
 import jax.extend.core.primitives as primitives
 import jax.extend.random
 import numpy as np
@@ -17,6 +18,7 @@ from jax.lax import GatherDimensionNumbers, GatherScatterMode, ScatterDimensionN
 
 import shardc
 from shardc.ir.ranges import join_ranges_p
+from tests import attention_on_cpu
 
 RNG: Final = np.random.default_rng(0)
 CASES: Final[dict[str, tuple[Callable[..., Any], tuple[Any, ...], str | None]]] = {}
@@ -548,3 +550,43 @@ case("join_around", lambda x: join_ranges_p.bind(x, dim=0, size=11, ranges=((0, 
 case("join_few", lambda x: join_ranges_p.bind(x, dim=0, size=9, ranges=((3, 8, 9), (7, 1, 2))), floats(9))
 case("join_inner", lambda x: join_ranges_p.bind(x, dim=0, size=8, ranges=((1, 1, 6),)), bools(8))
 case("join_twice", lambda x: join_ranges_p.bind(x, dim=0, size=8, ranges=((0, 0, 4), (4, 0, 4))), floats(8))
+
+
+# --- cuDNN's attention ---
+def attention(q: Any, k: Any, v: Any, bias: Any = None, **options: Any) -> Any:
+    with attention_on_cpu.traced():
+        return jax.nn.dot_product_attention(q, k, v, bias, implementation="cudnn", **options)
+
+
+def attention_gradients(*args: Any, **options: Any) -> Any:
+    return jax.grad(lambda *x: attention(*x, **options).astype(np.float32).sum(), tuple(range(len(args))))(*args)
+
+
+def heads(queries: int, keys: int, shared: int = 1) -> tuple[np.ndarray, ...]:
+    rows = (2, queries, 4, 8), (2, keys, 4 // shared, 8), (2, keys, 4 // shared, 8)
+    return tuple(floats(*shape, dtype=np.float16) for shape in rows)
+
+
+def attention_alone(*args: Any) -> Any:
+    """Without derivatives: their rules stand around the operation."""
+    (call,) = (e for e in jax.make_jaxpr(attention)(*args).eqns if e.primitive.name == "custom_vjp_call")
+    empty = [np.zeros(v.aval.shape, v.aval.dtype) for v in call.invars[3:]]
+    return jax.extend.core.jaxpr_as_fun(call.params["call_jaxpr"])(*args, *empty)
+
+
+LENGTHS = {"query_seq_lengths": np.int32([3, 6]), "key_value_seq_lengths": np.int32([4, 2])}
+for name, args, options in (
+    ("whole", heads(12, 8), {}),
+    ("causal", heads(6, 6), {"is_causal": True}),
+    ("grouped", heads(4, 12, 2), {}),
+    ("one_head_of_keys", heads(4, 4, 4), {}),
+    ("window", heads(6, 6), {"is_causal": True, "local_window_size": (2, 0)}),
+    ("lengths", heads(6, 4), LENGTHS),
+    ("bias", (*heads(6, 4), floats(1, 4, 6, 4, dtype=np.float16)), {}),
+    ("bias_of_heads", (*heads(6, 4), floats(2, 1, 6, 4, dtype=np.float16)), {}),
+):
+    case(f"attention_{name}", partial(attention_gradients, **options), *args,
+         primitive="dot_product_attention_fwd_wrapper")  # fmt: skip
+    case(f"attention_gradients_{name}", partial(attention_gradients, **options), *args,
+         primitive="dot_product_attention_bwd_wrapper")  # fmt: skip
+case("attention_alone", attention_alone, *heads(6, 4), primitive="dot_product_attention_fwd_wrapper")

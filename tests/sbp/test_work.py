@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -19,10 +20,12 @@ from shardc.ir.user_operation import user_p
 from shardc.machine.mesh import make_mesh, view
 from shardc.passes.estimate.plan_cost import whole_seconds
 from shardc.passes.trace.canonicalize import canonicalize
+from shardc.sbp import rules
 from shardc.sbp.signature import find_rule
-from tests.sbp.cases import CASES
+from tests.sbp.cases import CASES, attention_gradients
 from tests.sbp.harness import equation_of
 
+assert rules  # imported for what it registers
 MESH = view(make_mesh(topology="v5p:4x2x1", data=8))
 
 
@@ -34,6 +37,7 @@ def price(fn: Callable[..., Any], *args: Any) -> float:
 NO_OPERANDS = {name for name, (_, args, _) in CASES.items() if not args} | {"iota_2x32_shape"}
 EMPTY = {n for n in CASES if "empty" in n or "nothing" in n or n in ("top_none", "reshape_(0, 3)_(3, 0)")}
 UNBATCHED = {"ragged_inner_alike", "ragged_batched", "reduce", "reduce_window", "reduce_window_two"}
+UNBATCHED |= {n for n in CASES if n.startswith("attention")}  # its empty operands have no batch
 """Cases whose primitive has no batching rule for them."""
 
 
@@ -163,3 +167,34 @@ def test_what_is_found_for_an_operation_has_its_flops() -> None:
     assert large > 3 * small
     f = shardc.function(fn, mesh=shardc.make_mesh(data=8), in_placements=({"data": S(0)},))
     np.testing.assert_allclose(f(np.ones((8, 4, 4), "f")), 16 * np.ones((8, 4, 4)))
+
+
+def attention_flops(options: dict[str, Any], queries: int = 64, keys: int = 64) -> tuple[float, float]:
+    q, k = (jax.ShapeDtypeStruct((2, n, 4, 16), jnp.bfloat16) for n in (queries, keys))
+    fn = partial(attention_gradients, **options)
+    return tuple(
+        find_rule(equation.op).flops
+        for name in ("fwd", "bwd")
+        if (equation := equation_of(fn, *map(zeros, (q, k, k)), primitive=f"dot_product_attention_{name}_wrapper"))
+    )
+
+
+def zeros(like: Any) -> np.ndarray:
+    return np.zeros(like.shape, like.dtype)
+
+
+@pytest.mark.parametrize(
+    ("options", "pairs"),
+    [
+        ({}, 64 * 64),
+        ({"is_causal": True}, 64 * 65 // 2),
+        ({"is_causal": True, "local_window_size": (7, 0)}, 8 * 9 // 2 + 56 * 8),
+    ],
+)
+def test_attention_works_on_the_pairs_that_are_seen(options: dict[str, Any], pairs: int) -> None:
+    forward, backward = attention_flops(options)
+    assert forward == 2 * 2 * (2 * 4 * 16) * pairs and backward == 2.5 * forward
+
+
+def test_attention_of_more_queries_than_keys_sees_all_of_them() -> None:
+    assert attention_flops({"is_causal": True}, 96, 64)[0] == 4 * (2 * 4 * 16) * (64 * 65 // 2 + 32 * 64)

@@ -6,7 +6,7 @@ import inspect
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final
@@ -22,6 +22,7 @@ from shardc.ir.nested import NESTED
 from shardc.ir.program import Program
 from shardc.ir.walk import all_eqns
 from shardc.machine.mesh import automatic, explicit_axes, without_mesh
+from shardc.machine.topology import BackendKind
 from shardc.passes.trace.canonicalize import canonicalize
 from shardc.passes.trace.chunk_scans import Chunks, ScanMaker
 from shardc.passes.trace.constants import has_hash, key_of, key_of_static, why_no_constant
@@ -333,6 +334,11 @@ def _notes(error: Exception, call: Call) -> Iterator[str]:
             "shardc: the function is written for one device, and sees whole arrays: leave psum, pmean and axis_index "
             "out, as in x.mean(). The collectives follow from the placements."
         )
+    if "cuDNN is not detected" in str(error):
+        yield (
+            'shardc: implementation="cudnn" runs on GPUs alone, and this mesh is of none: leave it out, or plan for '
+            'GPUs, as on make_mesh(topology="h100:8", ...).'
+        )
     for name, listed in _lists_of_numbers(call).items():
         yield (
             f"shardc: {name} is a {listed}, and each of its numbers an argument of its own; for an array write "
@@ -351,12 +357,19 @@ def _lists_of_numbers(call: Call) -> dict[str, str]:
 
 
 def trace(
-    arguments: Arguments, call: Call, marks: bool = False, replicate: Collection[str] = (), scans: Chunks = ()
+    arguments: Arguments,
+    call: Call,
+    marks: bool = False,
+    replicate: Collection[str] = (),
+    scans: Chunks = (),
+    backend: BackendKind = "cpu",
 ) -> Program:
     """The canonical program of a function at the avals of a call; with the marks of pipelines if `marks`.
 
-    `replicate` names primitives without a rule that get no signatures (`canonicalize`), `scans` kinds of associative
-    scans that are traced in chunks (`chunk_scans`).
+    Args:
+      replicate: primitives without a rule that get no signatures (`canonicalize`).
+      scans: kinds of associative scans that are traced in chunks (`chunk_scans`).
+      backend: the compiler that it is planned for. JAX traces cuDNN's attention for GPUs alone.
     """
     dynamic = [i for i, x in enumerate(call.leaves) if is_array(x)]
     avals = [leaf_aval(call.leaves[i]) for i in dynamic]
@@ -385,7 +398,8 @@ def trace(
 
     names = _names_for_jax(call)
     compat.traced_as(flat, arguments.fn, [names[i] for i in dynamic])
-    with compat.scans_made_by(ScanMaker(scans)):
+    on_gpu = compat.cudnn_traced() if backend == "gpu" else nullcontext()
+    with compat.scans_made_by(ScanMaker(scans)), on_gpu:
         try:
             closed = _with_mesh_in_context(jax.make_jaxpr(flat), avals)
         except Exception as error:

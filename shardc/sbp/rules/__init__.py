@@ -1,6 +1,7 @@
 """The rules of operations, one family in each file. Importing this package registers them all."""
 
 from shardc.sbp.rules import (
+    attention,
     contraction,
     convolution,
     elementwise,
@@ -16,6 +17,7 @@ from shardc.sbp.rules import (
 )
 
 __all__ = [
+    "attention",
     "contraction",
     "convolution",
     "elementwise",
