@@ -738,3 +738,9 @@ def test_numbers_that_are_left_out_are_constants():
     with pytest.raises(jax.errors.TracerBoolConversionError):
         g(x, train=True)
     assert shardc.function(f, mesh=mesh, static_argnames=("axis", "train"))(x, 1, train=True).shape == (3,)
+
+
+def test_default_numbers_in_a_tuple_are_static():
+    x = np.arange(48.0, dtype=np.complex64).reshape(3, 4, 4)
+    got = shardc.function(jnp.fft.fft2, mesh=shardc.make_mesh(a=3))(x)
+    np.testing.assert_allclose(got, np.fft.fft2(x), rtol=1e-5)

@@ -215,8 +215,9 @@ class Arguments:
             raise ArgumentError(f"{self.where}: {error}; call {self.name}{self.signature}.{near}") from None
         given = set(bound.arguments)
         bound.apply_defaults()
-        # a default number is static, so that `if train:` can read it; jax.jit does the same
-        fixed = self.static | {n for n, v in bound.arguments.items() if n not in given and is_number(v)}
+        # default numbers are static, so that `if train:` and shapes can read them; jax.jit does the same
+        defaults = ((n, v) for n, v in bound.arguments.items() if n not in given and has_hash(v))
+        fixed = self.static | {n for n, v in defaults if any(map(is_number, jax.tree.leaves(v)))}
         # pytrees sort the keys of a dict, not those of an OrderedDict: leaves keep the order of the signature
         dynamic = OrderedDict((n, v) for n, v in bound.arguments.items() if n not in fixed)
         static = tuple((n, v) for n, v in bound.arguments.items() if n in fixed)
