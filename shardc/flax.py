@@ -11,6 +11,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from os import PathLike
 from typing import Any, Final, Never, TypeAlias
 
@@ -20,6 +21,7 @@ from flax.core import spmd
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from shardc import api, compat
+from shardc.calls.options import UNSAID, Options, Unsaid, decorated, words
 from shardc.dataflow.round import traced_round
 from shardc.errors import ArgumentError, all_offenders
 from shardc.machine.mesh import AnyMesh, view
@@ -101,9 +103,9 @@ def _spec(x: Any, rules: LogicalRules | None) -> PartitionSpec | None:
 class FlaxFunction:
     """A function with nnx modules as arguments, which runs on a mesh and may write to them. Made by `function`."""
 
-    def __init__(self, fn: Callable[..., Any], mesh: Any, in_placements: Any, keywords: Mapping[str, Any]) -> None:
+    def __init__(self, fn: Callable[..., Any], options: Options) -> None:
         functools.update_wrapper(self, fn)
-        self._fn, self._mesh, self._in_placements, self._keywords = fn, mesh, in_placements, keywords
+        self._fn, self._options = fn, options
         self._signature = inspect.signature(fn)
         kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
         if many := [str(p) for p in self._signature.parameters.values() if p.kind in kinds]:
@@ -112,10 +114,10 @@ class FlaxFunction:
                 "a name."
             )
         self._made: dict[Any, api.Function] = {}
-        api.function(self._of_arrays(()), mesh=mesh, in_placements=in_placements, **keywords)  # refuses wrong names
+        api.function_of(self._of_arrays(()), options)  # refuses wrong names
 
     def __repr__(self) -> str:
-        on = f" on {view(self._mesh)}" if isinstance(self._mesh, Mesh | AbstractMesh) else ""
+        on = f" on {view(self._options.mesh)}" if isinstance(self._options.mesh, Mesh | AbstractMesh) else ""
         return f"FlaxFunction({where_of(self._fn)}{on})"
 
     @compat.face
@@ -123,7 +125,7 @@ class FlaxFunction:
         return self._run(lambda function, values: function(**values), args, kwargs)
 
     def __deepcopy__(self, memo: Any) -> FlaxFunction:
-        return FlaxFunction(copy.deepcopy(self._fn, memo), self._mesh, self._in_placements, self._keywords)
+        return FlaxFunction(copy.deepcopy(self._fn, memo), self._options)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else functools.partial(self, instance)
@@ -173,14 +175,13 @@ class FlaxFunction:
         """The function of arrays for modules with this structure and these annotations."""
         key = (graph, tuple(spmd.get_logical_axis_rules()))
         if key not in self._made:
-            self._made[key] = api.function(
-                self._of_arrays(tuple(states)), mesh=self._mesh, in_placements=self._places(states), **self._keywords
-            )
+            options = replace(self._options, in_placements=self._places(states))
+            self._made[key] = api.function_of(self._of_arrays(tuple(states)), options)
         return self._made[key]
 
     def _places(self, states: Mapping[str, Any]) -> Any:
         """`in_placements`, completed with the metadata of modules that it does not place."""
-        given, names = self._in_placements, list(self._signature.parameters)
+        given, names = self._options.in_placements, list(self._signature.parameters)
         if isinstance(given, tuple | list) and not is_leaf_spec(given):
             if len(given) > len(names):
                 raise ArgumentError(f"in_placements: {len(given)} for {len(names)} arguments ({', '.join(names)}).")
@@ -284,7 +285,7 @@ class FlaxCompiled:
 def function(  # noqa: PLR0913  # a public face
     fn: Callable[..., Any] | None = None,
     *unnamed: Never,
-    mesh: AnyMesh | api.Unsaid | None = api.UNSAID,
+    mesh: AnyMesh | Unsaid | None = UNSAID,
     in_placements: Any = AUTO,
     out_placements: Any = AUTO,
     donate_argnames: str | Sequence[str] = (),
@@ -320,27 +321,11 @@ def function(  # noqa: PLR0913  # a public face
     Raises:
       ArgumentError: `fn` takes `*args` or `**kwargs`, or a name is not one of its arguments.
     """
-
-    api.refuse_unknown("shardc.flax.function", (fn, *unnamed), unknown, function)
-
-    @compat.face
-    def decorate(fn: Callable[..., Any]) -> Any:
-        api.refuse_no_function("shardc.flax.function", fn)
-        static = (static_argnames,) if isinstance(static_argnames, str) else tuple(static_argnames)
-        keywords = {
-            "out_placements": (AUTO, AUTO, out_placements),
-            "donate_argnames": donate_argnames,
-            "static_argnames": (*static, _GRAPH),
-            "pipeline": pipeline,
-            "plan": plan,
-            "replicate": replicate,
-            "forbid": forbid,
-            "offload": offload,
-        }
-        made = FlaxFunction(fn, mesh, in_placements, keywords)
-        return fn if api.is_one_device(mesh, pipeline) else made
-
-    return decorate if fn is None else decorate(fn)
+    options = Options(
+        mesh, in_placements, (AUTO, AUTO, out_placements), donate_argnames, (*words(static_argnames), _GRAPH), pipeline,
+        plan, replicate, forbid, offload,
+    )  # fmt: skip
+    return decorated(function, (fn, *unnamed), unknown, options, FlaxFunction)
 
 
 class _OpenedModules:
