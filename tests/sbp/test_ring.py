@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from shardc.sbp.cost import HIDING, RingWork, ring_time
 from shardc.sbp.piece import internal_steps
 from shardc.sbp.placement import B, Placement, S
 from shardc.sbp.ring import Ring, ring_of, ring_signatures
-from shardc.sbp.signature import Setting, Signature, find_rule, signatures
+from shardc.sbp.signature import Rule, Setting, Signature, find_rule, signatures
 from tests.sbp import harness
 from tests.sbp.harness import Combo, Equation, equation_of, placements_of, prove
 
