@@ -18,10 +18,9 @@ from shardc import compat
 from shardc.arrays.placed import leaf_aval
 from shardc.calls.arrivals import arrivals
 from shardc.calls.leaves import abstract, on_one_device
-from shardc.calls.options import UNSAID, Options, Unsaid, checked_placements, decorated
+from shardc.calls.options import UNSAID, Options, Unsaid, checked_placements, decorated, meshes_of
 from shardc.calls.outer_trace import run_in_outer_trace
 from shardc.calls.pins import argument_pins, result_pins
-from shardc.calls.rank_meshes import meshes_of
 from shardc.calls.watch import tell_called, tell_made
 from shardc.compiled import Compiled, run
 from shardc.dataflow.round import traced_round

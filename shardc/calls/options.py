@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
+from itertools import combinations
 from os import PathLike
 from typing import Any, Final
 
@@ -14,7 +15,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from shardc import compat
 from shardc.errors import ArgumentError, MeshError, PipelineError, all_offenders, did_you_mean
-from shardc.machine.mesh import AnyMesh, MeshView
+from shardc.machine.mesh import AnyMesh, MeshView, auto_mesh, meshes_along
 from shardc.passes.trace.pins import is_leaf_spec, says_names
 from shardc.passes.trace.trace import Arguments
 from shardc.pipeline.options import Pipeline
@@ -217,3 +218,34 @@ def _names_at(numbers: Any, fn: Callable[..., Any], what: str) -> list[str]:
         has = f"{arguments.where} has {len(names)} arguments, numbered from 0: {', '.join(names)}"
         raise ArgumentError(all_offenders(has, wrong))
     return [names[i] for i in words(numbers)]
+
+
+def meshes_of(pipeline: Pipeline, mesh: AnyMesh, where: str) -> list[AnyMesh]:
+    """The mesh of each rank of a pipeline."""
+    if pipeline.meshes is None:
+        return meshes_along(mesh, pipeline.axis)
+    given = list(pipeline.meshes)
+    strange = [f"meshes[{r}] is {m!r}" for r, m in enumerate(given) if not isinstance(m, Mesh | AbstractMesh)]  # pyright: ignore[reportUnnecessaryIsInstance]
+    if strange or not given:
+        raise MeshError(
+            f"{where}: Pipeline(meshes=...) wants a mesh for each rank, {'; '.join(strange) or 'got none'}; write "
+            "meshes=[jax.sharding.Mesh(devices[:4], ('data',)), jax.sharding.Mesh(devices[4:6], ('data',))]."
+        )
+    axes = [", ".join(map(str, m.axis_names)) for m in given]
+    if len(set(axes)) > 1:
+        raise MeshError(
+            f"{where}: the meshes of a pipeline's ranks have the same axes, of whatever size, as one placement is for "
+            f"all of them; these have {'; '.join(axes)}. Add axes of size 1."
+        )
+    for a, b in combinations(range(len(given)), 2):
+        both = _devices(given[a]) & _devices(given[b])
+        if both and given[a].size + given[b].size > 2:
+            raise MeshError(
+                f"{where}: ranks {a} and {b} of the pipeline share {', '.join(sorted(map(str, both)))}; collectives "
+                "of two ranks on one device can wait for each other for ever; give each rank devices of its own."
+            )
+    return [auto_mesh(m) for m in given]
+
+
+def _devices(mesh: AnyMesh) -> set[Any]:
+    return set(mesh.devices.flat) if isinstance(mesh, Mesh) else set()
