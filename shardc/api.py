@@ -21,7 +21,7 @@ from shardc.calls.leaves import abstract, on_one_device
 from shardc.calls.options import UNSAID, Options, Unsaid, checked_placements, decorated, meshes_of
 from shardc.calls.outer_trace import run_in_outer_trace
 from shardc.calls.pins import argument_pins, result_pins
-from shardc.calls.watch import tell_called, tell_made
+from shardc.calls.watch import notify_called, notify_made
 from shardc.compiled import Compiled, run
 from shardc.dataflow.round import traced_round
 from shardc.errors import (
@@ -76,15 +76,15 @@ class BoundFunction:
     def latest(self) -> AnyExecutable | None:
         return self.__func__.latest
 
-    @compat.face
+    @compat.api_boundary
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.__func__(self.__self__, *args, **kwargs)
 
-    @compat.face
+    @compat.api_boundary
     def plan(self, *args: Any, **kwargs: Any) -> AnyPlan:
         return self.__func__.plan(self.__self__, *args, **kwargs)
 
-    @compat.face
+    @compat.api_boundary
     def compile(self, *args: Any, **kwargs: Any) -> AnyCompiled:
         """Plans and compiles a call; what comes back takes the object as its first argument."""
         return self.__func__.compile(self.__self__, *args, **kwargs)
@@ -145,7 +145,7 @@ class Function:
         self._in_placements = checked_placements(arguments, options, self._view)
         self._moved_from: list[Mesh] = []
         self._begin()
-        tell_made(self)
+        notify_made(self)
 
     def _begin(self) -> None:
         """Begins with nothing traced, planned or compiled."""
@@ -174,7 +174,7 @@ class Function:
 
     # -- calls
 
-    @compat.face
+    @compat.api_boundary
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if traced_round() is not None:
             return self.call_every(args, kwargs, 1)
@@ -183,7 +183,7 @@ class Function:
         leaves, tree = jax.tree.flatten((args, kwargs))
         if (again := self._cached_calls.run(tree, leaves)) is not None:
             return again[0]
-        call = self._arguments.take_apart(args, kwargs)
+        call = self._arguments.bind(args, kwargs)
         if has_tracers(call.leaves):
             return self._inside(call)
         call.refuse_shapes(self._arguments.where)
@@ -221,19 +221,19 @@ class Function:
         """The executable, with its plan, that was made last; None before the first call."""
         return next(reversed(self._executables.values()), None)
 
-    @compat.face
+    @compat.api_boundary
     def plan(self, *args: Any, **kwargs: Any) -> AnyPlan:
         """The plan of a call. Takes arrays or `jax.ShapeDtypeStruct`s; needs no devices."""
-        return self._plan(self._arguments.take_apart(args, kwargs))
+        return self._plan(self._arguments.bind(args, kwargs))
 
-    @compat.face
+    @compat.api_boundary
     def compile(self, *args: Any, **kwargs: Any) -> AnyCompiled:
         """Plans and compiles a call without running it.
 
         Returns:
           A `Compiled`, or a `CompiledPipeline`: called like the function, for calls of these shapes alone.
         """
-        call = self._arguments.take_apart(args, kwargs)
+        call = self._arguments.bind(args, kwargs)
         made_for = call.tree, call.constants
         plan = self._plan(call)
         executable = self._executable(plan)
@@ -248,11 +248,11 @@ class Function:
 
     def refuse_changing(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raises ArgumentError if a call has leaves that are neither arrays nor constants."""
-        self._arguments.take_apart(args, kwargs)
+        self._arguments.bind(args, kwargs)
 
     def _plain(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Under `jax.disable_jit()`: the function itself, operation by operation, on one device."""
-        self._arguments.take_apart(args, kwargs)  # names that do not fit
+        self._arguments.bind(args, kwargs)  # names that do not fit
         args, kwargs = jax.tree.map(on_one_device, (args, kwargs))
         return self._arguments.fn(*args, **kwargs)
 
@@ -307,7 +307,7 @@ class Function:
         return (call.tree, leaves, static, settings(), jax.sharding.get_abstract_mesh())
 
     def _plan(self, call: Call) -> AnyPlan:
-        tell_called(self, call)
+        notify_called(self, call)
         return self.plan_of(call)
 
     def plan_of(self, call: Call) -> AnyPlan:
@@ -466,7 +466,7 @@ class Function:
     def options(self) -> Options:
         return self._options
 
-    def plan_elsewhere(self, call: Call, mesh: AnyMesh) -> AnyPlan:
+    def plan_on(self, call: Call, mesh: AnyMesh) -> AnyPlan:
         """The plan of a call on another mesh, wherever its arguments are now."""
         pipeline = self._options.pipeline
         made = self.on(mesh, pipeline and replace(pipeline, meshes=None))
@@ -486,14 +486,14 @@ class Function:
     def look(self, *args: Any) -> tuple[Program, list[Pin | None]]:
         """The program of a call, with its stage boundaries if this is a pipeline, and the pins of its arguments and
         results."""
-        call = self._arguments.take_apart(args, {})
+        call = self._arguments.bind(args, {})
         with line_if_long(f"tracing {self._arguments.where}"):
             program = self._program(call)
         into, out = self._pins(call, program)
         return program, [*into.pins, *out.pins]
 
 
-@compat.face
+@compat.api_boundary
 def function(  # noqa: PLR0913  # a public face
     fn: Callable[..., Any] | None = None,
     *unnamed: Never,

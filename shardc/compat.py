@@ -203,7 +203,7 @@ _traceback_util.register_exclusion(_OURS)
 _source_info_util.register_exclusion(_OURS)
 
 
-def face(fn: F) -> F:
+def api_boundary(fn: F) -> F:
     """Mark a function that users call: an error below it has no frames of JAX and shardc in its traceback, as JAX's
     option `jax_traceback_filtering` says."""
     return _traceback_util.api_boundary(fn)

@@ -68,7 +68,7 @@ class CompiledCall(Generic[ExecutableT, PlanT]):
 
         return plan_html(self.plan)
 
-    @compat.face
+    @compat.api_boundary
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         leaves, tree = jax.tree.flatten((args, kwargs))
         if (again := self._cached_calls.run(tree, leaves)) is not None:
@@ -85,7 +85,7 @@ class CompiledCall(Generic[ExecutableT, PlanT]):
         Raises:
           OtherCallError: the plan was compiled for other avals, constants or another argument structure.
         """
-        call = self._arguments.take_apart(args, kwargs)
+        call = self._arguments.bind(args, kwargs)
         self.executable.refuse_others([leaf_aval(x) for x in call.leaves if is_array(x)])
         tree, constants = self._made_for
         now = call.constants
@@ -108,7 +108,7 @@ class Compiled(CompiledCall[Executable, Plan]):
         """Writes the page of the plan, as `plan.report`."""
         self.plan.report(path)
 
-    @compat.face
+    @compat.api_boundary
     def check(self, *args: Any, **kwargs: Any) -> int:
         """Holds the signatures that were found for operations without a rule against the values of a call.
 

@@ -87,7 +87,7 @@ class EquinoxFunction:
     def __repr__(self) -> str:
         return f"Equinox{self._function!r}"
 
-    @compat.face
+    @compat.api_boundary
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = self._closed(args, kwargs)
         return _open(self._function(*args, **kwargs))
@@ -102,13 +102,13 @@ class EquinoxFunction:
     def latest(self) -> api.AnyExecutable | None:
         return self._function.latest
 
-    @compat.face
+    @compat.api_boundary
     def plan(self, *args: Any, **kwargs: Any) -> api.AnyPlan:
         """The plan of a call. Takes modules of arrays or of `jax.ShapeDtypeStruct`s."""
         args, kwargs = self._closed(args, kwargs)
         return _without_constants(self._function.plan(*args, **kwargs))
 
-    @compat.face
+    @compat.api_boundary
     def compile(self, *args: Any, **kwargs: Any) -> EquinoxCompiled:
         """Plan and compile a call without running it."""
         args, kwargs = self._closed(args, kwargs)
@@ -129,7 +129,7 @@ class EquinoxCompiled:
     def __repr__(self) -> str:
         return f"Equinox{self._compiled!r}"
 
-    @compat.face
+    @compat.api_boundary
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = self._function._closed(args, kwargs)  # pyright: ignore[reportPrivateUsage]
         return _open(self._compiled(*args, **kwargs))
@@ -138,7 +138,7 @@ class EquinoxCompiled:
         return getattr(self._compiled, name)
 
 
-@compat.face
+@compat.api_boundary
 def function(  # noqa: PLR0913  # a public face
     fn: Callable[..., Any] | None = None,
     *unnamed: Never,

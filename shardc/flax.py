@@ -120,7 +120,7 @@ class FlaxFunction:
         on = f" on {view(self._options.mesh)}" if isinstance(self._options.mesh, Mesh | AbstractMesh) else ""
         return f"FlaxFunction({where_of(self._fn)}{on})"
 
-    @compat.face
+    @compat.api_boundary
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._run(lambda function, values: function(**values), args, kwargs)
 
@@ -135,13 +135,13 @@ class FlaxFunction:
         """The executable of the modules' structure that was met last; None before the first call."""
         return next(reversed(self._made.values())).latest if self._made else None
 
-    @compat.face
+    @compat.api_boundary
     def plan(self, *args: Any, **kwargs: Any) -> api.AnyPlan:
         """The plan of a call; nothing runs and nothing is written."""
         with nnx.update_context(_TAG):
             return self._open(lambda function, values: function.plan(**values), args, kwargs)
 
-    @compat.face
+    @compat.api_boundary
     def compile(self, *args: Any, **kwargs: Any) -> FlaxCompiled:
         """Plan and compile a call without running it."""
         with nnx.update_context(_TAG):
@@ -273,7 +273,7 @@ class FlaxCompiled:
     def __repr__(self) -> str:
         return f"Flax{self._compiled!r}"
 
-    @compat.face
+    @compat.api_boundary
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._function._run(lambda _, values: self._compiled(**values), args, kwargs)  # pyright: ignore[reportPrivateUsage]
 
@@ -281,7 +281,7 @@ class FlaxCompiled:
         return getattr(self._compiled, name)
 
 
-@compat.face
+@compat.api_boundary
 def function(  # noqa: PLR0913  # a public face
     fn: Callable[..., Any] | None = None,
     *unnamed: Never,

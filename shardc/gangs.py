@@ -27,7 +27,7 @@ class SharedCallable:
         self._fn: Any = fn
         self.client = client
 
-    @compat.face
+    @compat.api_boundary
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if hasattr(self._fn, "plan"):  # each of its programs takes a turn as it is launched, once it is compiled
             with self.client.calling():
@@ -84,7 +84,7 @@ class Gang(Scheduler):
       (2.0, ['train'])
     """
 
-    @compat.face
+    @compat.api_boundary
     def share(
         self, fn: Callable[..., Any], weight: float = 1, *, name: str | None = None, seconds: float | None = None
     ) -> SharedCallable:

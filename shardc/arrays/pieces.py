@@ -78,7 +78,7 @@ def from_bytes(buffer: Any, shape: Sequence[int], dtype: Any) -> np.ndarray[Any,
     return np.frombuffer(buffer, np.uint8).view(dtype).reshape(shape)
 
 
-def put_together(pieces: Mapping[int, Any], sharding: NamedSharding, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+def assemble(pieces: Mapping[int, Any], sharding: NamedSharding, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     """The array of these pieces. `pieces` has at least those of this process."""
     index, _ = piece_numbers(sharding, shape)
     numbers = {at: i for i, at in enumerate(index)}

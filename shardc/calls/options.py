@@ -186,7 +186,7 @@ def decorated(
     if lines:
         raise ArgumentError(all_offenders(f"{what}: keywords that it does not take", lines))
 
-    @compat.face
+    @compat.api_boundary
     def decorate(fn: Callable[..., Any]) -> Any:
         if not callable(fn) or isinstance(fn, Mesh | AbstractMesh):  # meshes can be called
             said = fn if isinstance(fn, str) and fn.isidentifier() else "step"

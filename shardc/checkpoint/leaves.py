@@ -9,8 +9,8 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from shardc.arrays.far import Arrival, FarArray
 from shardc.arrays.placed import PlacedArray, StackedArray, is_placed
+from shardc.arrays.remote import Arrival, RemoteArray
 from shardc.checkpoint.manifest import VALUES, RowBlock, StoredLeaf
 from shardc.errors import CheckpointError, all_offenders
 from shardc.machine.devices import processes_of
@@ -21,19 +21,19 @@ from shardc.sbp.layout import bits_of
 ARRAYS: Final = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
 
 
-def is_far(x: object) -> bool:
+def is_remote(x: object) -> bool:
     """Whether a leaf is an array that lives in another island, which writes it."""
-    return isinstance(x, FarArray)
+    return isinstance(x, RemoteArray)
 
 
 def arrives(x: Any) -> bool:
     """Whether an array lives in another island and its value, which is small, is sent to this one."""
-    return isinstance(x, FarArray) and x.arriving is not None
+    return isinstance(x, RemoteArray) and x.arriving is not None
 
 
-def arrived(x: FarArray, value: NDArray[Any]) -> FarArray:
+def arrived(x: RemoteArray, value: NDArray[Any]) -> RemoteArray:
     """A copy of the remote array with the value that this island has received."""
-    return FarArray(x.aval, x.placement, x.mesh, Arrival(lambda: value))
+    return RemoteArray(x.aval, x.placement, x.mesh, Arrival(lambda: value))
 
 
 def is_key(dtype: Any) -> bool:
@@ -89,7 +89,7 @@ def check_owned(pairs: Sequence[tuple[str, Any]], island: Collection[int]) -> No
       island: the processes that share this one's JAX runtime.
     """
     found = [(path, part) for path, x in pairs for part in (x.pieces if isinstance(x, StackedArray) else [x])]
-    homes = {path: processes_of(x.mesh.devices.flat) for path, x in found if isinstance(x, FarArray)}
+    homes = {path: processes_of(x.mesh.devices.flat) for path, x in found if isinstance(x, RemoteArray)}
     wrong = [f"{path}: in {processes_text(home)}" for path, home in homes.items() if set(home) & set(island)]
     if wrong:
         head = (
@@ -114,7 +114,7 @@ def blocks_of(number: int, x: Any) -> list[tuple[RowBlock, Any]]:
     Args:
       number: of the leaf, for names.
     """
-    if not (isinstance(x, ARRAYS) or is_placed(x)) or 0 in x.shape or is_far(x):
+    if not (isinstance(x, ARRAYS) or is_placed(x)) or 0 in x.shape or is_remote(x):
         return []
     if not isinstance(x, StackedArray):
         return [(RowBlock(str(number), 0, x.shape[0] if x.shape else 1), x)]
@@ -122,7 +122,7 @@ def blocks_of(number: int, x: Any) -> list[tuple[RowBlock, Any]]:
     at = 0
     for i, piece in enumerate(x.pieces):
         rows = piece.shape[0]
-        if rows and not is_far(piece):
+        if rows and not is_remote(piece):
             found.append((RowBlock(f"{number}.{i}", at, at + rows), piece))
         at += rows
     return found

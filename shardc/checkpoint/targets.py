@@ -16,7 +16,7 @@ from shardc import compat
 from shardc.arrays.pieces import Index, index_of
 from shardc.arrays.placed import PlacedArray, StackedArray, is_placed, leaf_aval
 from shardc.calls.leaves import leaf_of
-from shardc.checkpoint.leaves import ARRAYS, arrived, arrives, is_far, is_key, value_of
+from shardc.checkpoint.leaves import ARRAYS, arrived, arrives, is_key, is_remote, value_of
 from shardc.checkpoint.manifest import StoredLeaf
 from shardc.errors import ArgumentError, PlacementError, all_offenders
 from shardc.machine.mesh import AnyMesh, view
@@ -260,7 +260,7 @@ def _array_target(x: Any, saved: StoredLeaf) -> Target:
 
 
 def _placed(x: Any, weak: bool) -> Target:
-    if is_far(x):
+    if is_remote(x):
         return Whole(x.shape, lambda value: arrived(x, value)) if arrives(x) else Given(x)
     if not isinstance(x, StackedArray):
         return InPieces(x.shape, x.dtype, weak, x.placement, x.mesh)

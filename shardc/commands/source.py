@@ -164,7 +164,7 @@ class FirstCall:
             return self.function.plan_of(*self.call)
         function = self.of_one_function("another mesh")
         machine = topology or view(function.mesh).topology.kind
-        return function.plan_elsewhere(self.call[0], make_mesh(topology=machine, **(axes or dict(function.mesh.shape))))
+        return function.plan_on(self.call[0], make_mesh(topology=machine, **(axes or dict(function.mesh.shape))))
 
     def of_one_function(self, what: str) -> Function:
         """The function that is called.

@@ -26,7 +26,7 @@ from shardc.ir.host_callback import CALLBACKS, kept_text, raise_kept
 from shardc.ir.memory_move import MEMORY_KIND
 from shardc.ir.program import Program
 from shardc.ir.walk import all_eqns
-from shardc.machine.devices import is_far, processes_of
+from shardc.machine.devices import is_remote, processes_of
 from shardc.machine.mesh import AnyMesh, without_mesh
 from shardc.passes.audit.audit import Audit, audit
 from shardc.passes.lower.lower import Lowering
@@ -98,7 +98,7 @@ class Executable:
                 f"{plan.program.name} is planned for {plan.mesh}, a mesh without devices; make the mesh without "
                 "`topology=` to run it."
             )
-        if is_far(mesh.devices.flat):
+        if is_remote(mesh.devices.flat):
             raise MeshError(f"{plan.program.name}: its mesh ({plan.mesh}) {other_runtimes_text(mesh)}")
         self.plan, self.mesh = plan, mesh
         self._sizes = plan.mesh.sizes

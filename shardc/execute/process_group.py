@@ -24,7 +24,7 @@ from jax.experimental import multihost_utils
 from shardc import compat
 from shardc.arrays.placed import is_placed
 from shardc.errors import ClusterError, DisagreementError
-from shardc.machine.devices import is_far
+from shardc.machine.devices import is_remote
 from shardc.passes.trace.trace import is_number, settings
 from shardc.runtime import cluster as clusters
 from shardc.runtime.calls import call_text, calls_of, refuse_other_calls, refuse_unlike
@@ -243,7 +243,7 @@ def _members(mesh: jax.sharding.Mesh) -> tuple[int, ...]:
 
 def group_of_mesh(mesh: jax.sharding.Mesh) -> ProcessGroup | None:
     """The processes of a mesh of several; None for a mesh of one process, and in a process that is none of them."""
-    if is_far(mesh.devices.flat):
+    if is_remote(mesh.devices.flat):
         return None
     members = _members(mesh)
     if len(members) == 1 or jax.process_index() not in members:

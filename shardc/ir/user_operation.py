@@ -143,7 +143,7 @@ def _flops_of(jaxpr: Any) -> float:
     return total
 
 
-@compat.face
+@compat.api_boundary
 def signature(
     text: str,
     *,
@@ -193,7 +193,7 @@ def signature(
 
     def decorate(fn: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(fn)
-        @compat.face
+        @compat.api_boundary
         def call(*operands: Any, **named: Any) -> Any:
             if named:
                 raise PlacementError(

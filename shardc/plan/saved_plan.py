@@ -182,7 +182,7 @@ def _placement(word: str) -> Placement:
     return REPLICATED if word == "B" else Placement.parse(word)
 
 
-@compat.face
+@compat.api_boundary
 def load_plan(path: str | PathLike[str]) -> SavedPlan:
     """Reads a plan that `plan.save(path)` wrote.
 

@@ -31,7 +31,7 @@ from shardc.passes.trace.trace import is_array, leaves_by_path, path_text
 REDUCTIONS: Final = ("mean", "sum", "stack", "last")
 
 
-@compat.face
+@compat.api_boundary
 def accumulate(
     fn: Callable[..., Any],
     *,

@@ -176,7 +176,7 @@ class Arguments:
         rest = {n: s for n, s in by_name.items() if n not in self.names}
         return {**{n: s for n, s in by_name.items() if n in self.names}, **({self.var_keyword: rest} if rest else {})}
 
-    def take_apart(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+    def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
         """The leaves of a call.
 
         Raises:

@@ -38,7 +38,7 @@ from shardc.pipeline.cut.keep_state import keep_state
 from shardc.pipeline.cut.recompute_forward import recompute_forward
 from shardc.pipeline.cut.regroup import regroup
 from shardc.pipeline.cut.split_backward import split_backward
-from shardc.pipeline.cut.take_apart import take_apart
+from shardc.pipeline.cut.split_nested import split_nested
 from shardc.plan.borders import match_donated
 from shardc.plan.request import Argument
 
@@ -320,12 +320,12 @@ class _Assembler:
         self.scans = [s if s is None else with_atoms(s, names) for s in self.scans]
         self.outvars = [a if compat.is_literal(a) else names.get(a, a) for a in jaxpr.outvars]
         inputs, ahead = jaxpr.invars, self._ahead(outer)
-        self.anchors, self.outer = dict(self.made_in), [*take_apart(ahead, {}, {}), self.loop.eqn]
+        self.anchors, self.outer = dict(self.made_in), [*split_nested(ahead, {}, {}), self.loop.eqn]
         known = {v: min(stages) for v, stages in self._uses({}).items() if v not in self.made_in}
         around = [e for e in outer if e is not self.loop.eqn]
         belongs = find_homes(around, {**known, **self.made_in})
         first = set(ahead)
-        behind = take_apart([e for e in around if e not in first], self.anchors, belongs)
+        behind = split_nested([e for e in around if e not in first], self.anchors, belongs)
         self.outer += regroup(behind, self.anchors, self.outvars)
         uses = self._uses({})
         homes = [min(uses[v]) if uses.get(v) else belongs.get(v, 0) for v in inputs]

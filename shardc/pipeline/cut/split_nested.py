@@ -51,7 +51,7 @@ def anchor_of(eqn: Eqn, anchors: Mapping[Var, int]) -> int | None:
     return min(weights, key=lambda s: (-weights[s], s), default=None)
 
 
-def take_apart(eqns: Sequence[Eqn], anchors: dict[Var, int], homes: Mapping[Var, int]) -> list[Eqn]:
+def split_nested(eqns: Sequence[Eqn], anchors: dict[Var, int], homes: Mapping[Var, int]) -> list[Eqn]:
     """The equations, with nested ones split into one for each stage of their results.
 
     Args:
@@ -123,7 +123,7 @@ class _Branch:
 
         named, outs = [e.replace(invars=read(e.invars)) for e in body.eqns], read(body.outvars)
         anchors = dict(outer)
-        return cls(regroup(take_apart(named, anchors, homes), anchors, outs), outs, anchors)
+        return cls(regroup(split_nested(named, anchors, homes), anchors, outs), outs, anchors)
 
     def home(self, atom: Atom) -> ResultGroup | None:
         """The only group that makes a value; None if it comes from outside, or if each reading group makes it."""

@@ -17,8 +17,8 @@ from shardc.compat import Atom, Eqn, Var
 from shardc.ir.boundary import stage_boundary_p
 from shardc.ir.nested import with_bodies
 from shardc.ir.program import Program
-from shardc.pipeline.points.cut_points import Points
-from shardc.pipeline.points.fold_body import FoldedBody
+from shardc.pipeline.cut_search.cut_points import Points
+from shardc.pipeline.cut_search.fold_body import FoldedBody
 
 
 def mark_stages(program: Program, body: FoldedBody, points: Points, cuts: Sequence[int]) -> Program:

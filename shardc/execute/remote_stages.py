@@ -18,14 +18,14 @@ import jax
 import numpy as np
 
 from shardc import compat
-from shardc.arrays.far import Arrival, FarArray
 from shardc.arrays.pieces import pack_array, unpack_array, words
 from shardc.arrays.placed import is_placed
+from shardc.arrays.remote import Arrival, RemoteArray
 from shardc.errors import ClusterError
-from shardc.execute.far_values import whole
 from shardc.execute.process_group import group_of_run
 from shardc.execute.rank_processes import RankProcesses
 from shardc.execute.recording import Recording
+from shardc.execute.remote_values import whole
 from shardc.execute.stage_codec import StageCodec, StageEdge
 from shardc.execute.stage_io import StageArray
 from shardc.machine.devices import processes_of
@@ -42,7 +42,7 @@ _LOOK: Final = 1.0
 """Seconds between two looks whether a value can still come."""
 
 
-class FarStages:
+class RemoteStages:
     """The other processes of a pipeline.
 
     Args:
@@ -101,7 +101,7 @@ class FarStages:
         """Wait for the logical value of an array of another process."""
         return _value(_awaited(self.network.expect(run, number, peer), self.cluster.config.deadline), aval)
 
-    def arriving(self, run: int, number: int, aval: Any, at: StageArray) -> FarArray:
+    def arriving(self, run: int, number: int, aval: Any, at: StageArray) -> RemoteArray:
         """An array of another process whose value is on its way."""
         peer = processes_of(at.mesh.devices.flat)[0]
         expected, seconds = self.network.expect(run, number, peer), self.cluster.config.deadline
@@ -109,7 +109,7 @@ class FarStages:
         def value() -> np.ndarray[Any, Any]:
             return _value(_awaited(expected, seconds), aval)
 
-        return FarArray(aval, at.placement, at.mesh, Arrival(value, lambda: expected.is_there))
+        return RemoteArray(aval, at.placement, at.mesh, Arrival(value, lambda: expected.is_there))
 
 
 def _look() -> None:
@@ -137,10 +137,10 @@ def _close(network: DistributedNetwork, cluster: Cluster) -> None:
 
 def waits_text(stalls: Sequence[Stall], places: RankProcesses) -> str:
     """The process that this one has waited for longest: `process 1 (rank 0 before 2B3, 4 s)`. Else empty."""
-    far = [(s, a) for s in stalls for a in s.awaited if not places.is_here(a)]
-    if not far:
+    remote = [(s, a) for s in stalls for a in s.awaited if not places.is_here(a)]
+    if not remote:
         return ""
-    stall, awaited = max(far, key=lambda pair: pair[0].seconds)
+    stall, awaited = max(remote, key=lambda pair: pair[0].seconds)
     return f"{places.text(awaited)} (rank {stall.actor} before {stall.label}, {stall.seconds:.0f} s)"
 
 

@@ -17,15 +17,15 @@ import numpy as np
 from jax.sharding import Mesh
 
 from shardc import compat
-from shardc.arrays.far import FarArray, is_small
 from shardc.arrays.pieces import pack_array, unpack_array, words
+from shardc.arrays.remote import RemoteArray, is_small
 from shardc.dataflow.moves import LeafMove, to_place
 from shardc.dataflow.network import Edge, FlowNetwork
 from shardc.dataflow.plan import PlannedFlow
 from shardc.dataflow.round import FlowNode
 from shardc.errors import ClusterError, FlowError, RoundFailedError, all_offenders
-from shardc.execute.far_values import bring
 from shardc.execute.process_group import group_of_run
+from shardc.execute.remote_values import bring
 from shardc.machine.devices import processes_of
 from shardc.runtime.cluster import Cluster, current
 from shardc.runtime.distributed_network import DistributedNetwork
@@ -65,7 +65,7 @@ def process_of_rows(built: FlowNetwork) -> list[int]:
     return [found[a] for a in range(len(built.rows))]
 
 
-class FarFlow:
+class RemoteFlow:
     """The other processes of a flow.
 
     Args:
@@ -180,7 +180,7 @@ class FarFlow:
             else:
                 place = origin.node.work.gives[origin.index]
                 assert isinstance(place.mesh, Mesh) and place.placement is not None
-                found.append(FarArray(avals[i], place.placement, place.mesh))
+                found.append(RemoteArray(avals[i], place.placement, place.mesh))
         return found
 
     def _process_of(self, node: FlowNode) -> int:

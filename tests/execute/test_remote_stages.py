@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from shardc.execute.far_stages import waits_text
 from shardc.execute.rank_processes import RankProcesses
+from shardc.execute.remote_stages import waits_text
 from shardc.runtime.stalls import Stall
 from tests.launch.launching import environment, run, started
 
@@ -164,7 +164,7 @@ def test_an_argument_that_two_ranks_of_another_process_read(tmp_path, run):
     path.write_text(TIED)
     done = run(path, "--processes", 2, "--devices", 2, "--islands", 2, "--deadline", 20, "--log", tmp_path)
     assert done.code == 0, done.err
-    assert (tmp_path / "process-1.log").read_text() == "{'own': 'FarArray', 'tied': 'FarArray'}\n"
+    assert (tmp_path / "process-1.log").read_text() == "{'own': 'RemoteArray', 'tied': 'RemoteArray'}\n"
 
 
 ENTERS = """
