@@ -187,21 +187,6 @@ class Executable:
         ordered.__name__ = plan.program.name
         return ordered
 
-    def refuse_others(self, avals: Sequence[Any]) -> None:
-        """Raise OtherCallError if a call's avals, or JAX's settings, are not those of the plan."""
-        wanted = self.plan.program.given_avals
-        wrong = [
-            f"{path}: planned for {_aval_text(want)}, got {_aval_text(aval)}"
-            for path, aval, want in zip(self.plan.program.in_paths, avals, wanted, strict=False)
-            if _aval_text(aval) != _aval_text(want)
-        ]
-        if len(avals) != len(wanted):
-            wrong.append(f"planned for {len(wanted)} arrays, got {len(avals)}")
-        if settings() != self.settings:
-            wrong.append("JAX's settings (x64, matmul precision, random numbers, promotion) have changed")
-        if wrong:
-            raise OtherCallError(all_offenders(f"{self.plan.program.name}: not the call that was compiled:", wrong))
-
     def is_plain_input(self, i: int) -> bool:
         """Whether JAX can express the placement of input `i`."""
         return self._plain_in[i]
@@ -483,8 +468,3 @@ def _first(chosen: Iterable[int], count: int) -> list[int]:
     """The numbers below `count`, `chosen` first."""
     head = list(chosen)
     return [*head, *sorted(set(range(count)) - set(head))]
-
-
-def _aval_text(aval: Any) -> str:
-    dims = ",".join(map(str, aval.shape))
-    return f"{aval.dtype}[{dims}]{' (weakly typed)' if aval.weak_type else ''}"

@@ -18,7 +18,7 @@ from shardc import compat
 from shardc.arrays.gone import refuse_gone
 from shardc.arrays.remote import Arrival, RemoteArray, is_remote, is_small
 from shardc.compat import Var
-from shardc.errors import MeshError, PeerLostError, PipelineError, PipelineTaskError, ShardcError, all_offenders
+from shardc.errors import MeshError, PeerLostError, PipelineError, PipelineTaskError, ShardcError
 from shardc.execute.agreement import Agreement
 from shardc.execute.at_work import line_if_long
 from shardc.execute.executable import Executable, OtherCallError, gone_text, report_failure
@@ -281,21 +281,6 @@ class PipelineExecutable:
         """Argument `i` unchanged: its stages convert it."""
         del i
         return x
-
-    def refuse_others(self, avals: Sequence[Any]) -> None:
-        """Raise OtherCallError if a call's avals, or JAX's settings, are not those of the plan."""
-        paths, wanted = self.plan.program.in_paths, self.plan.program.given_avals
-        wrong = [
-            f"{path}: planned for {want.str_short()}, got {aval.str_short()}"
-            for path, aval, want in zip(paths, avals, wanted, strict=False)
-            if (aval.shape, aval.dtype) != (want.shape, want.dtype)
-        ]
-        if len(avals) != len(wanted):
-            wrong.append(f"planned for {len(wanted)} arrays, got {len(avals)}")
-        if settings() != self.settings:
-            wrong.append("JAX's settings (x64, matmul precision, random numbers, promotion) have changed")
-        if wrong:
-            raise OtherCallError(all_offenders(f"{self.plan.program.name}: not the call that was compiled:", wrong))
 
     def __call__(self, leaves: Sequence[Any]) -> list[Any]:
         """Run the plan.
