@@ -15,8 +15,10 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from shardc import compat
 from shardc.machine.devices import process_of
 from shardc.runtime.transport.link import Packed
+from shardc.sbp.signature import is_extended
 
 Index: TypeAlias = tuple[tuple[int, int], ...]
 """A piece: in each dimension the first element and the one behind the last."""
@@ -52,6 +54,11 @@ def _devices(sharding: NamedSharding) -> list[Any]:
 def words(x: jax.Array) -> jax.Array:
     """The numbers that hold an array: of random keys their key data."""
     return jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended) else x
+
+
+def of_words(x: Any, dtype: Any) -> Any:
+    """The array of this dtype that these numbers hold: the inverse of `words`."""
+    return compat.keys_of_words(jax.numpy.asarray(x), dtype) if is_extended(dtype) else x
 
 
 def pack(x: jax.Array, sharding: NamedSharding, wanted: Collection[int]) -> tuple[list[int], list[memoryview]]:

@@ -16,8 +16,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from shardc import compat
-from shardc.arrays.pieces import pack_array, unpack_array, words
+from shardc.arrays.pieces import of_words, pack_array, unpack_array, words
 from shardc.arrays.remote import RemoteArray, is_small
 from shardc.dataflow.moves import LeafMove, to_place
 from shardc.dataflow.network import Edge, FlowNetwork
@@ -31,7 +30,6 @@ from shardc.runtime.cluster import Cluster, current
 from shardc.runtime.distributed_network import DistributedNetwork
 from shardc.runtime.executor import Executor, ProcessShare
 from shardc.runtime.transport.link import Packed
-from shardc.sbp.signature import is_extended
 
 
 def process_of_rows(built: FlowNetwork) -> list[int]:
@@ -207,7 +205,7 @@ class RemoteFlow:
             home = self._process_of(self._built.round.nodes[key[0]])
             if home != cluster.me:
                 packed = cluster.link(home).receive_tagged(tag, cluster.config.deadline)
-                found[key] = [_typed(x, of[key]) for x in unpack_array(packed)] if packed[0] else []
+                found[key] = [of_words(x, of[key].dtype) for x in unpack_array(packed)] if packed[0] else []
         return found
 
 
@@ -266,7 +264,7 @@ class _Codec:
         rest = iter(buffers)
         with jax.enable_x64(self._wide):
             return tuple(
-                enter(_typed(unpack_array((head.encode(), [next(rest) for _ in range(count)])), aval))
+                enter(of_words(unpack_array((head.encode(), [next(rest) for _ in range(count)])), aval.dtype))
                 for (head, count), (aval, enter) in zip(json.loads(about), self._ends(channel), strict=True)
             )
 
@@ -286,8 +284,3 @@ class _Codec:
 
 def _stay(x: Any) -> Any:
     return x
-
-
-def _typed(x: Any, aval: Any) -> Any:
-    """A received array as its type says: random keys come as their words."""
-    return compat.keys_of_words(jax.numpy.asarray(x), aval.dtype) if is_extended(aval.dtype) else x

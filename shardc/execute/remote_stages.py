@@ -17,8 +17,7 @@ from typing import Any, Final
 import jax
 import numpy as np
 
-from shardc import compat
-from shardc.arrays.pieces import pack_array, unpack_array, words
+from shardc.arrays.pieces import of_words, pack_array, unpack_array, words
 from shardc.arrays.placed import is_placed
 from shardc.arrays.remote import Arrival, RemoteArray
 from shardc.errors import ClusterError
@@ -36,7 +35,6 @@ from shardc.runtime.distributed_network import DistributedNetwork, Expected
 from shardc.runtime.executor import Executor, ProcessShare
 from shardc.runtime.stalls import Stall
 from shardc.runtime.transport.link import Packed
-from shardc.sbp.signature import is_extended
 
 _LOOK: Final = 1.0
 """Seconds between two looks whether a value can still come."""
@@ -99,7 +97,8 @@ class RemoteStages:
 
     def receive(self, run: int, number: int, aval: Any, peer: int) -> Any:
         """Wait for the logical value of an array of another process."""
-        return _value(_awaited(self.network.expect(run, number, peer), self.cluster.config.deadline), aval)
+        packed = _awaited(self.network.expect(run, number, peer), self.cluster.config.deadline)
+        return of_words(unpack_array(packed), aval.dtype)
 
     def arriving(self, run: int, number: int, aval: Any, at: StageArray) -> RemoteArray:
         """An array of another process whose value is on its way."""
@@ -107,7 +106,7 @@ class RemoteStages:
         expected, seconds = self.network.expect(run, number, peer), self.cluster.config.deadline
 
         def value() -> np.ndarray[Any, Any]:
-            return _value(_awaited(expected, seconds), aval)
+            return of_words(unpack_array(_awaited(expected, seconds)), aval.dtype)
 
         return RemoteArray(aval, at.placement, at.mesh, Arrival(value, lambda: expected.is_there))
 
@@ -149,8 +148,3 @@ def lives_on(x: Any, stage: StageArray) -> bool:
     if is_placed(x):
         return x.mesh == stage.mesh
     return isinstance(x, jax.Array) and x.committed and x.sharding.device_set == set(stage.mesh.devices.flat)
-
-
-def _value(packed: Packed, aval: Any) -> Any:
-    value = unpack_array(packed)
-    return compat.keys_of_words(jax.numpy.asarray(value), aval.dtype) if is_extended(aval.dtype) else value

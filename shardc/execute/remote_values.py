@@ -8,15 +8,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from shardc import compat
-from shardc.arrays.pieces import pack_array, unpack_array, words
+from shardc.arrays.pieces import of_words, pack_array, unpack_array, words
 from shardc.arrays.placed import PlacedArray, StackedArray
 from shardc.arrays.remote import RemoteArray, is_remote
 from shardc.errors import ClusterError
 from shardc.execute.process_group import group_of_run
 from shardc.machine.devices import processes_of
 from shardc.runtime.cluster import Cluster, current
-from shardc.sbp.signature import is_extended
 
 
 def bring(leaves: Sequence[Any]) -> list[Any]:
@@ -71,8 +69,7 @@ def _bring_one(x: Any, without: Sequence[int], cluster: Cluster) -> Any:
         raise ClusterError(f"shardc.fetch: no process of the run has {x!r} any more.")
     tag = f"fetch {cluster.count('value')}"
     if cluster.me in without:
-        value = unpack_array(cluster.link(givers[0]).receive_tagged(tag, cluster.config.deadline))
-        return compat.keys_of_words(jax.numpy.asarray(value), x.dtype) if is_extended(x.dtype) else value
+        return of_words(unpack_array(cluster.link(givers[0]).receive_tagged(tag, cluster.config.deadline)), x.dtype)
     if cluster.me in cluster.config.island(givers[0]) and isinstance(x, jax.Array):
         value = whole(x)
         if cluster.me == givers[0]:
