@@ -53,7 +53,7 @@ def _devices(sharding: NamedSharding) -> list[Any]:
 
 def words(x: jax.Array) -> jax.Array:
     """The numbers that hold an array: of random keys their key data."""
-    return jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended) else x
+    return jax.random.key_data(x) if is_extended(x.dtype) else x
 
 
 def of_words(x: Any, dtype: Any) -> Any:

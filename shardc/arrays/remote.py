@@ -16,6 +16,7 @@ from shardc.arrays.placed import PlacedArray, StackedArray, leaf_aval
 from shardc.errors import ClusterError
 from shardc.machine.devices import is_here, processes_of
 from shardc.sbp.placement import Placement
+from shardc.sbp.signature import is_extended
 
 SMALL: Final = 1024
 """Bytes of the largest result of a pipeline that comes to every process."""
@@ -23,7 +24,7 @@ SMALL: Final = 1024
 
 def is_small(aval: Any) -> bool:
     """Whether every process gets a result of this type."""
-    return not jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended) and bytes_of(aval) <= SMALL
+    return not is_extended(aval.dtype) and bytes_of(aval) <= SMALL
 
 
 def bytes_of(aval: Any) -> int:

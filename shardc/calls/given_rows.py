@@ -18,6 +18,7 @@ from shardc.errors import ArgumentError, DisagreementError, all_offenders
 from shardc.execute.process_group import ProcessGroup, given_whole, value_text
 from shardc.sbp.layout import is_plain
 from shardc.sbp.placement import Placement
+from shardc.sbp.signature import is_extended
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class GivenRows:
 
     @cached_property
     def is_key(self) -> bool:
-        return hasattr(self.value, "dtype") and jax.dtypes.issubdtype(self.value.dtype, jax.dtypes.prng_key)
+        return hasattr(self.value, "dtype") and is_extended(self.value.dtype)
 
     @cached_property
     def words(self) -> np.ndarray[Any, Any]:

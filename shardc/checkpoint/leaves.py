@@ -17,6 +17,7 @@ from shardc.machine.devices import processes_of
 from shardc.passes.trace.trace import leaves_by_path, path_text
 from shardc.runtime.calls import processes_text
 from shardc.sbp.layout import bits_of
+from shardc.sbp.signature import is_extended
 
 ARRAYS: Final = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
 
@@ -34,11 +35,6 @@ def arrives(x: Any) -> bool:
 def arrived(x: RemoteArray, value: NDArray[Any]) -> RemoteArray:
     """A copy of the remote array with the value that this island has received."""
     return RemoteArray(x.aval, x.placement, x.mesh, Arrival(lambda: value))
-
-
-def is_key(dtype: Any) -> bool:
-    """Whether a dtype is that of random keys."""
-    return jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 def named_leaves(tree: Any) -> list[tuple[str, Any]]:
@@ -69,7 +65,7 @@ def value_of(leaf: StoredLeaf) -> Any:
 
 
 def dtype_text(dtype: Any) -> str:
-    return str(dtype if is_key(dtype) else np.dtype(dtype).newbyteorder("="))
+    return str(dtype if is_extended(dtype) else np.dtype(dtype).newbyteorder("="))
 
 
 def check_savable(pairs: Sequence[tuple[str, Any]]) -> None:
@@ -101,7 +97,7 @@ def check_owned(pairs: Sequence[tuple[str, Any]], island: Collection[int]) -> No
 
 
 def _known(x: Any) -> bool:
-    if is_key(x.dtype):
+    if is_extended(x.dtype):
         return True
     number = jax.dtypes.issubdtype(x.dtype, np.number)
     wide = 16 if jax.dtypes.issubdtype(x.dtype, np.complexfloating) else 8
@@ -133,7 +129,7 @@ def encode(x: Any) -> Any:
     if isinstance(x, np.ndarray | np.generic):
         return _encode_host(np.array(x, x.dtype.newbyteorder("=")))  # a copy: its owner may write to it
     x = _plain(x)
-    if is_key(x.dtype):
+    if is_extended(x.dtype):
         return encode(jax.random.key_data(x))
     if x.is_fully_addressable and jax.process_count() > 1:  # equal in all processes; orbax takes such from the host
         return encode(np.asarray(x))

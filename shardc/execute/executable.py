@@ -35,6 +35,7 @@ from shardc.plan.digest import digest_of
 from shardc.plan.plan import PlacedProgram
 from shardc.sbp.layout import bits_of, is_plain, physical_shape, physical_spec, to_logical
 from shardc.sbp.placement import Placement, local_shape
+from shardc.sbp.signature import is_extended
 
 
 def looks_for_nans() -> bool:
@@ -395,14 +396,14 @@ class Executable:
     def _logical(self, i: int, x: Any) -> Any:
         """The logical value of physical argument `i`, on the host."""
         shape, placement = tuple(self.plan.program.in_avals[i].shape), self.plan.inputs[i]
-        if not jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended):
+        if not is_extended(x.dtype):
             return to_logical(np.asarray(x), shape, placement, self._sizes)
         words = np.asarray(jax.random.key_data(x))[tuple(slice(n) for n in shape)]
         return jax.random.wrap_key_data(jax.numpy.asarray(words), impl=jax.random.key_impl(x))
 
     def _cut_empty(self, i: int, x: jax.Array) -> jax.Array:
         """An empty split result. A jitted function returns it with all rows on each device, which cannot be read."""
-        if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended):
+        if is_extended(x.dtype):
             return x
         with without_mesh():
             zeros = compat.as_aval(jax.numpy.zeros(x.shape, x.dtype), x.aval)

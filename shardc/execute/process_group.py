@@ -30,6 +30,7 @@ from shardc.runtime import cluster as clusters
 from shardc.runtime.calls import call_text, calls_of, refuse_other_calls, refuse_unlike
 from shardc.runtime.cluster import Cluster
 from shardc.runtime.gathering import Gathering, Repeats
+from shardc.sbp.signature import is_extended
 from shardc.versions import VERSION
 
 _AHEAD: Final = 16
@@ -289,7 +290,7 @@ def value_text(x: Any) -> str:
     """A checksum of a whole value."""
     if is_number(x):
         return repr(x)
-    if isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+    if isinstance(x, jax.Array) and is_extended(x.dtype):
         x = jax.random.key_data(x)
     host = np.ascontiguousarray(np.asarray(x)).reshape(-1)
     return f"{zlib.crc32(host.view(np.uint8)):08x}"

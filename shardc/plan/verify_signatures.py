@@ -24,6 +24,7 @@ from shardc.passes.lower.lower import WholeLowering
 from shardc.passes.trace.find_signatures import OperationSignatures, found_of
 from shardc.plan.plan import SpmdPlan
 from shardc.sbp.placement import Placement, local_extent
+from shardc.sbp.signature import is_extended
 
 SLACK = 64
 """Units in the last place, of the largest element, by which pieces may differ from the whole."""
@@ -102,7 +103,7 @@ class _Checking(WholeLowering):
                 if text:
                     self.wrong.setdefault(primitive, f"{line}: result {k}, {kind} at {where}: {text}")
 
-        if jnp.issubdtype(want.dtype, jax.dtypes.prng_key):
+        if is_extended(want.dtype):
             got, want = jax.random.key_data(got), jax.random.key_data(want)
         jax.debug.callback(hold, got, want)
 

@@ -32,6 +32,7 @@ from shardc.passes.trace.trace import (
     refuse_lost_writes,
     where_of,
 )
+from shardc.sbp.signature import is_extended
 
 CARRY: Final = "carry:"
 """Prefix of a reduction that names an argument: the result becomes that argument in the next microbatch."""
@@ -343,7 +344,7 @@ def _rows(x: Any, axis: int, m: int) -> jax.Array:
 def _split_key(where: str, at: str, key: Any, m: int) -> jax.Array:
     """[m, ...]: a key, or an array of keys, split for each microbatch."""
     aval = jax.typeof(key)
-    typed = jnp.issubdtype(aval.dtype, jax.dtypes.prng_key)
+    typed = is_extended(aval.dtype)
     if not typed and not (aval.dtype == np.uint32 and aval.ndim):
         raise ArgumentError(
             f"accumulate: {where}: keys names {at}, {short_text(aval.shape, aval.dtype)}, which is no random key; pass "

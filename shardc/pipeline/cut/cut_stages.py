@@ -262,7 +262,7 @@ class _Assembler:
         loop, body, n = self.loop, self.loop.body, self.count
         mine = [(i, p) for i, p in enumerate(self.body.carries) if stage_of(p.position, n) == stage]
         ys = [(k, y) for k, (y, p) in enumerate(self.body.ys) if stage_of(p, n) == stage]
-        read = {a for e in eqns for a in e.invars if not compat.is_literal(a)}
+        read = {a for e in eqns for a in compat.variables(e.invars)}
         read |= {a for a in (*(p.after for _, p in mine), *(y for _, y in ys)) if not compat.is_literal(a)}
         operands = dict(zip(body.invars, loop.eqn.invars, strict=True))
         consts = [v for v in body.invars[: loop.consts] if v in read]
@@ -360,7 +360,7 @@ class _Assembler:
     def _uses(self, wanted: Mapping[Var, set[int]]) -> dict[Var, set[int]]:
         """The stages that read each variable, given the stages on which results are wanted."""
         uses = {v: set(stages) for v, stages in wanted.items()}
-        results = {a for a in self.outvars if not compat.is_literal(a)}
+        results = set(compat.variables(self.outvars))
         for eqn in reversed(self.outer):
             if eqn is self.loop.eqn:
                 for s, scan in enumerate(self.scans):
@@ -388,10 +388,10 @@ class _Assembler:
         if not hasattr(self, "built"):
             self._build()
         inputs = self.program.jaxpr.invars
-        read = {a for e in self.built[stage] for a in e.invars if not compat.is_literal(a)}
+        read = {a for e in self.built[stage] for a in compat.variables(e.invars)}
         results = [i for i, s in enumerate(self.result_stage) if s == stage]
         outvars = [self.outvars[i] for i in results]
-        read |= {a for a in outvars if not compat.is_literal(a)}
+        read |= set(compat.variables(outvars))
         arguments = [i for i, v in enumerate(inputs) if v in read]
         jaxpr: Jaxpr = compat.new_jaxpr([inputs[i] for i in arguments], outvars, self.built[stage], self.program.jaxpr)
         program = Program(
@@ -409,7 +409,7 @@ class _Assembler:
     def _build(self) -> None:
         """Make `self.built`, the equations of every stage with sends and receives, and the levels of their values."""
         n = self.count
-        results = {a for a in self.outvars if not compat.is_literal(a)}
+        results = set(compat.variables(self.outvars))
         self.built: list[list[Eqn]] = [[] for _ in range(n)]
         self.levels: list[dict[Var, int]] = [{} for _ in range(n)]
         self.home: dict[Var, int] = {}

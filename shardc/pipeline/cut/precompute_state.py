@@ -112,7 +112,7 @@ def _first_loop(
     rows."""
     body, operand = loop.body, dict(zip(loop.body.invars, loop.eqn.invars, strict=True))
     mine = [befores[j] for j in ahead]
-    read = {a for e in eqns for a in e.invars if not compat.is_literal(a)} | {afters[j] for j in ahead}
+    read = {a for e in eqns for a in compat.variables(e.invars)} | {afters[j] for j in ahead}
     consts = [v for v in body.invars[: loop.consts + loop.carries] if v in read and v not in mine]
     inner = compat.new_jaxpr([*consts, *mine], [*(afters[j] for j in ahead), *mine], eqns, body)
     inner = canonical_jaxpr(inner, ())  # the two loops share no variables

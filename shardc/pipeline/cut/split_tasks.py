@@ -225,7 +225,7 @@ class _TaskSplitter:
         names: dict[Var, Atom] = {v: operand[v] for v in consts}
         names |= zip(sums, scan.outvars[: view.carries], strict=True)
         eqns = [e for e in part.eqns if e.primitive is not send_p] + part.puts
-        read = {a for e in eqns for a in e.invars if not compat.is_literal(a)}
+        read = {a for e in eqns for a in compat.variables(e.invars)}
         takes = [e for v in rows if v in read for e in self._take(v, operand[v])]
         ties = {after: total for total, after in part.kept}
         eqns = advance_sums(takes + [_renamed(e, names) for e in eqns], set(ties))
@@ -300,12 +300,12 @@ class _TaskSplitter:
         kept: list[tuple[Var, Var]] = []
         if self.scan is not None:
             scan, view = self.scan, scan_of(self.scan)
-            needed = {a for a in scan.invars if not compat.is_literal(a)}
+            needed = set(compat.variables(scan.invars))
             for i in range(self.at - 1, -1, -1):
                 eqn = self.jaxpr.eqns[i]
                 if any(v in needed for v in eqn.outvars):
                     self.loaded.add(i)
-                    needed |= {a for a in eqn.invars if not compat.is_literal(a)}
+                    needed |= set(compat.variables(eqn.invars))
             eqns = [self.jaxpr.eqns[i] for i in sorted(self.loaded)]
             made = {v for e in eqns for v in e.outvars}
             readers = Counter(a for e in self.jaxpr.eqns for a in e.invars if not compat.is_literal(a))
@@ -364,7 +364,7 @@ class _TaskSplitter:
                 received.setdefault(at, []).append((transfer_number(eqn), eqn.outvars[0]))
             else:
                 parts.setdefault(at, []).append(eqn)
-        results = {a for a in self.jaxpr.outvars if not compat.is_literal(a)}
+        results = set(compat.variables(self.jaxpr.outvars))
         last_read: dict[Var, int] = {}
         for at, eqns in parts.items():
             for eqn in eqns:

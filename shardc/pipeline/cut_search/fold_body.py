@@ -63,7 +63,7 @@ class FoldedBody:
         for t, eqn in enumerate(self.eqns):
             if eqn in self.sums or any(v in self.cheap for v in eqn.outvars):
                 continue
-            atoms = {a for a in eqn.invars if not compat.is_literal(a)}
+            atoms = set(compat.variables(eqn.invars))
             for v in atoms | {root for a in atoms for root in self.cheap.get(a, ())}:
                 found.setdefault(v, []).append(t)
         return found
