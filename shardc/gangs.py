@@ -9,9 +9,9 @@ from typing import Any
 from jax.sharding import Mesh
 
 from shardc import compat
-from shardc.errors import ArgumentError
+from shardc.errors import ArgumentError, number_text
 from shardc.execute.in_turn import wait_for
-from shardc.report.tables import Section, number_text, percent_text, report_text, seconds_text
+from shardc.report.tables import Section, percent_text, report_text, seconds_text
 from shardc.runtime.gang import Client, Scheduler
 
 

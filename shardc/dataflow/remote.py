@@ -23,7 +23,7 @@ from shardc.dataflow.network import Edge, FlowNetwork
 from shardc.dataflow.plan import PlannedFlow
 from shardc.dataflow.round import FlowNode
 from shardc.errors import ClusterError, FlowError, RoundFailedError, all_offenders
-from shardc.execute.process_group import group_of_run
+from shardc.execute.process_group import group_of_run, look_at_run
 from shardc.execute.remote_values import bring
 from shardc.machine.devices import processes_of
 from shardc.runtime.cluster import Cluster, current
@@ -93,7 +93,7 @@ class RemoteFlow:
     @property
     def share(self) -> ProcessShare:
         """The actors of this process, for the executor."""
-        return ProcessShare(self.network.mine, self.network.ports, self.cluster.config.deadline, _look)
+        return ProcessShare(self.network.mine, self.network.ports, self.cluster.config.deadline, look_at_run)
 
     def open(self, executor: Executor) -> None:
         self.network.open(executor.mailboxes, self.cluster.config.deadline)
@@ -207,12 +207,6 @@ class RemoteFlow:
                 packed = cluster.link(home).receive_tagged(tag, cluster.config.deadline)
                 found[key] = [of_words(x, of[key].dtype) for x in unpack_array(packed)] if packed[0] else []
         return found
-
-
-def _look() -> None:
-    group = group_of_run()
-    if group is not None:
-        group.look()
 
 
 def _text_of(plan: PlannedFlow) -> str:

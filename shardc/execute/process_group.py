@@ -264,6 +264,13 @@ def group_of_run() -> ProcessGroup | None:
     return _made(tuple(range(cluster.processes)), cluster, cluster.epoch)
 
 
+def look_at_run() -> None:
+    """Raise if another process has made another call than this one, which waits for it."""
+    group = group_of_run()
+    if group is not None:
+        group.look()
+
+
 def settle_all() -> None:
     """Finish the comparison of the last call of each group, as `ProcessGroup.settle`."""
     for group in _every:

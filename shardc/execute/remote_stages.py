@@ -21,7 +21,7 @@ from shardc.arrays.pieces import of_words, pack_array, unpack_array, words
 from shardc.arrays.placed import is_placed
 from shardc.arrays.remote import Arrival, RemoteArray
 from shardc.errors import ClusterError
-from shardc.execute.process_group import group_of_run
+from shardc.execute.process_group import look_at_run
 from shardc.execute.rank_processes import RankProcesses
 from shardc.execute.recording import Recording
 from shardc.execute.remote_values import whole
@@ -69,7 +69,7 @@ class RemoteStages:
     @property
     def share(self) -> ProcessShare:
         """The actors of this process, for the executor."""
-        return ProcessShare(self.network.mine, self.network.ports, self.cluster.config.deadline, _look)
+        return ProcessShare(self.network.mine, self.network.ports, self.cluster.config.deadline, look_at_run)
 
     def open(self, executor: Executor) -> None:
         self.network.open(executor.mailboxes, self.cluster.config.deadline)
@@ -111,13 +111,6 @@ class RemoteStages:
         return RemoteArray(aval, at.placement, at.mesh, Arrival(value, lambda: expected.is_there))
 
 
-def _look() -> None:
-    """Raise if another process has made another call than this one, which waits for it."""
-    group = group_of_run()
-    if group is not None:
-        group.look()
-
-
 def _awaited(expected: Expected, seconds: float) -> Packed:
     """Wait for a value of another process. Raises as `Expected.get`, and as soon as the value will never arrive."""
     until = monotonic() + seconds
@@ -125,7 +118,7 @@ def _awaited(expected: Expected, seconds: float) -> Packed:
         with suppress(ClusterError):  # not yet; if it fails, `get` says so again
             return expected.get(_LOOK)
         if not expected.is_there:
-            _look()
+            look_at_run()
     return expected.get(max(0.0, left))
 
 

@@ -6,14 +6,14 @@ from collections.abc import Iterator, Sequence
 
 from shardc import compat
 from shardc.compat import Var
-from shardc.errors import all_offenders
+from shardc.errors import all_offenders, number_text
 from shardc.ir.box import box_p
 from shardc.ir.program import Program
 from shardc.ir.walk import all_eqns
 from shardc.passes.place.memory_limit import LimitResult, Trial
 from shardc.plan.make import DoesNotFit
 from shardc.plan.request import Argument
-from shardc.report.tables import MOST, bytes_text, fold_leaves, number_text, placement_text, seconds_text
+from shardc.report.tables import MOST, bytes_text, fold_leaves, placement_text, seconds_text
 
 
 def memory_error_text(found: DoesNotFit) -> str:
