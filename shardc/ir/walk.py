@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
 import numpy as np
@@ -18,6 +19,11 @@ from shardc.sbp.signature import Operation, Setting
 def bytes_of(var: Var) -> int:
     """Bytes of a whole value."""
     return math.prod(var.aval.shape) * itemsize_of(var.aval)
+
+
+def reads_of(eqns: Iterable[compat.Eqn], outvars: Iterable[compat.Atom] = ()) -> Counter[Var]:
+    """How often each variable is read by equations, and as a result."""
+    return Counter(a for atoms in (*(e.invars for e in eqns), outvars) for a in atoms if not compat.is_literal(a))
 
 
 def all_eqns(jaxpr: Jaxpr) -> list[compat.Eqn]:

@@ -30,7 +30,7 @@ from shardc.ir.nested import NESTED, Scan, bodies_of, nested_bodies, scan_of, wi
 from shardc.ir.program import Program
 from shardc.ir.transfer import is_transfer
 from shardc.ir.user_shard_map import is_unit
-from shardc.ir.walk import operation_of
+from shardc.ir.walk import operation_of, reads_of
 from shardc.machine.mesh import MeshView
 from shardc.passes.trace.canonicalize import inlined_eqns
 from shardc.sbp.placement import Pin
@@ -230,10 +230,7 @@ def _carries(scan: Scan) -> list[Combination | None] | None:
     another."""
     body = scan.body
     inside = body.invars[scan.consts : scan.rows_at]
-    reads: dict[Var, int] = {}
-    for a in (*(a for e in body.eqns for a in e.invars), *body.outvars):
-        if not compat.is_literal(a):
-            reads[a] = reads.get(a, 0) + 1
+    reads = reads_of(body.eqns, body.outvars)
     maker = {v: e for e in body.eqns for v in e.outvars}
     found: list[Combination | None] = []
     for before, after in zip(inside, body.outvars, strict=False):

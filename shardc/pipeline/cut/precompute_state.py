@@ -10,7 +10,6 @@ own, forward and backward, in any order of microbatches. State that never change
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Final
 
@@ -19,7 +18,7 @@ from shardc.compat import Atom, Eqn, Jaxpr, Var
 from shardc.ir.boundary import microbatches_p
 from shardc.ir.nested import scan_of, scan_params
 from shardc.ir.program import Program
-from shardc.ir.walk import ADDITIONS, bytes_of
+from shardc.ir.walk import ADDITIONS, bytes_of, reads_of
 from shardc.passes.trace.canonicalize import canonical_jaxpr
 from shardc.pipeline.cut.cut_loop import MicrobatchLoop, find_loops, with_atoms
 
@@ -56,8 +55,7 @@ def _ahead(
     """The numbers of the carries that can be computed before the loop, and the equations that compute them."""
     body = loop.body
     made = {v: i for i, e in enumerate(body.eqns) for v in e.outvars}
-    reads = Counter(a for e in body.eqns for a in e.invars if not compat.is_literal(a))
-    reads.update(a for a in body.outvars if not compat.is_literal(a))
+    reads = reads_of(body.eqns, body.outvars)
     number = {v: j for j, v in enumerate(befores)}
     constant = {*body.invars[: loop.consts], *(befores[j] for j in fixed)}
     slices: dict[int, tuple[set[int], set[int]]] = {}

@@ -12,7 +12,6 @@ stages, and the *stash* of an earlier task of the same microbatch.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -25,7 +24,7 @@ from shardc.ir.eqns import copy_eqn, full_eqn, put_at_eqn, slice_at_eqn, squeeze
 from shardc.ir.nested import bodies_of, scan_of
 from shardc.ir.program import Program
 from shardc.ir.transfer import receive_p, send_p, transfer_number
-from shardc.ir.walk import local_bytes
+from shardc.ir.walk import local_bytes, reads_of
 from shardc.pipeline.cut.advance_sums import advance_sums
 from shardc.pipeline.cut.cut_stages import StageProgram
 from shardc.plan.plan import PlacedProgram, SpmdPlan
@@ -308,8 +307,7 @@ class _TaskSplitter:
                     needed |= set(compat.variables(eqn.invars))
             eqns = [self.jaxpr.eqns[i] for i in sorted(self.loaded)]
             made = {v for e in eqns for v in e.outvars}
-            readers = Counter(a for e in self.jaxpr.eqns for a in e.invars if not compat.is_literal(a))
-            readers.update(a for a in self.jaxpr.outvars if not compat.is_literal(a))
+            readers = reads_of(self.jaxpr.eqns, self.jaxpr.outvars)
             for start, total in zip(scan.invars[view.consts : view.rows_at], scan.outvars, strict=False):
                 if not compat.is_literal(start) and start in made and readers[start] == 1:
                     kept.append((total, start))

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import jax
 import jax.numpy as jnp
 
-from shardc import compat
+from shardc.ir.walk import reads_of
 from shardc.pipeline.cut.reassociate import reassociate
 
 
@@ -15,9 +13,7 @@ def groups(fn, *stages):
     """For each stage the primitives that sum its terms of `fn`, whose arguments are made on `stages`."""
     jaxpr = jax.make_jaxpr(fn)(*[1.0] * len(stages)).jaxpr
     made = {v: e for e in jaxpr.eqns for v in e.outvars}
-    readers = Counter(
-        a for a in (*(a for e in jaxpr.eqns for a in e.invars), *jaxpr.outvars) if not compat.is_literal(a)
-    )
+    readers = reads_of(jaxpr.eqns, jaxpr.outvars)
     found = reassociate(jaxpr.outvars[0], lambda a: a, made, readers, dict(zip(jaxpr.invars, stages, strict=True)).get)
     return {stage: [e.primitive.name for e in eqns] for stage, _, eqns in found}
 
