@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 
 from shardc.arrays.pieces import of_words, pack_array, unpack_array, words
 from shardc.arrays.remote import RemoteArray, is_small
-from shardc.dataflow.moves import LeafMove, to_place
+from shardc.dataflow.moves import LeafMove, stay, to_place
 from shardc.dataflow.network import Edge, FlowNetwork
 from shardc.dataflow.plan import PlannedFlow
 from shardc.dataflow.round import FlowNode
@@ -268,13 +268,9 @@ class _Codec:
             self._entries[channel] = [
                 (
                     edge.giver.results[m.output],
-                    _stay if (place := edge.places(m)[1]).mesh is None or place.placement is None
+                    stay if (place := edge.places(m)[1]).mesh is None or place.placement is None
                     else to_place(place, edge.giver.results[m.output]),
                 )
                 for m in edge.moves
             ]  # fmt: skip
         return self._entries[channel]
-
-
-def _stay(x: Any) -> Any:
-    return x

@@ -10,7 +10,7 @@ from typing import Any, Final, TypeAlias
 import jax
 
 from shardc.dataflow.beginning import Beginning
-from shardc.dataflow.moves import copied, mover, on_host
+from shardc.dataflow.moves import copied, mover, on_host, stay
 from shardc.dataflow.network import Edge, NodeStep, devices_of
 from shardc.dataflow.plan import PlannedFlow
 from shardc.dataflow.remote import RemoteFlow, process_of_rows, sender
@@ -101,7 +101,7 @@ class FlowRun:
 
     def _mover(self, edge: Edge) -> Callable[[Any], Any]:
         if not self.is_here(edge.giver):
-            return _stay
+            return stay
         if not self.is_here(edge.taker):
             return sender([self._built.is_donated(edge.giver, m.output) for m in edge.moves])
         return _locked(self._locks(edge.giver), _transport(edge))
@@ -182,8 +182,8 @@ class FlowRun:
                 late[o.index] = max(o.delay, late.get(o.index, 0))
         logged = sorted({o.index for o in built.outs if o is not None and o.node is node})
         return (
-            [(i, copied if built.is_donated(node, i) else _stay) for i in logged],
-            [(i, copied if built.is_donated(node, i, rounds) else _stay) for i, rounds in late.items()],
+            [(i, copied if built.is_donated(node, i) else stay) for i in logged],
+            [(i, copied if built.is_donated(node, i, rounds) else stay) for i, rounds in late.items()],
         )
 
     def _token(self, node: FlowNode) -> tuple[int, bool] | None:
@@ -318,17 +318,13 @@ def _transport(edge: Edge) -> Callable[[Any], Any]:
     """The move of a channel's messages. The giver's thread makes it, which lacks the settings of this thread."""
     move, known = mover(edge), settings()
     if move is None:
-        return _stay
+        return stay
 
     def moved(values: Any) -> Any:
         with under(known):
             return move(values)
 
     return moved
-
-
-def _stay(values: Any) -> Any:
-    return values
 
 
 def _wait(values: list[Any]) -> None:
