@@ -154,7 +154,7 @@ for _ in range(3):
     params, loss = f(params, x)
     wanted, there = one(wanted, x)
     np.testing.assert_allclose(float(loss), float(there), rtol=1e-5)
-print({name: str(p)[:8] for name, p in params.items()})
+print({name: str(p)[:11] for name, p in params.items()})
 jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), shardc.fetch(params), wanted)
 """
 
@@ -187,7 +187,7 @@ for who, error in [(0, KeyboardInterrupt()), (1, ValueError("no room")), (1, Key
     StageArray.enter = real
     print("at once:", time.time() - begin < 10, "runs", exe._executor.runs)
     print("loss", float(f(good, x)[1]))
-network = exe._far.network
+network = exe._remote.network
 print("kept", [run for run, _ in network._values if run < exe._executor.runs], network._stopped)
 """
 
