@@ -98,6 +98,7 @@ class Jaxpr(Protocol):
 
 ClosedJaxpr: TypeAlias = Any
 Tracer = _core.Tracer
+"""Why: only the types of its arguments tell whether a jitted function is inside a trace."""
 ExtendedDType = _dtypes.ExtendedDType
 
 
@@ -418,11 +419,6 @@ _OF_EVERY_CLASS: Final = {
     *("__annotations__", "__subclasshook__", "__init_subclass__", "__hash__", "__repr__"),
     *("__buffer__", "__release_buffer__", "__cuda_array_interface__"),  # contiguous memory
 }
-
-
-# Why: only the types of its arguments tell whether a jitted function is inside a trace.
-def is_tracer(x: Any) -> bool:
-    return isinstance(x, _core.Tracer)
 
 
 def aval_of(x: Any) -> Any:

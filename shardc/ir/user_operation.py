@@ -199,7 +199,7 @@ def signature(
                 raise PlacementError(
                     f"shardc.signature({text!r}): operands are given by position, got {', '.join(named)} by name."
                 )
-            arrays = [x if compat.is_tracer(x) else jax.numpy.asarray(x) for x in operands]
+            arrays = [x if isinstance(x, compat.Tracer) else jax.numpy.asarray(x) for x in operands]
             closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*arrays)
             results, structure = jax.tree.flatten(shapes)
             _check(text, arrays, results)

@@ -178,7 +178,7 @@ def _on_mesh(x: Any) -> list[LocatedArray] | str:
         ]
     if isinstance(x, PlacedArray):
         return [LocatedArray(x.shape, x.dtype, x.placement, x.mesh, x.physical)]
-    if compat.is_tracer(x):
+    if isinstance(x, compat.Tracer):
         return "is being traced and is on no device yet; plan.explain() shows the placements of a function's values"
     sharding = getattr(x, "sharding", None)
     if isinstance(sharding, NamedSharding):

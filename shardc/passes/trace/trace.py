@@ -94,7 +94,7 @@ class Call:
 def is_array(x: Any) -> bool:
     """Whether a leaf is traced; other leaves are constants of the trace."""
     return isinstance(x, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct) or (
-        is_number(x) or compat.is_tracer(x)
+        is_number(x) or isinstance(x, compat.Tracer)
     )
 
 
