@@ -26,7 +26,7 @@ from shardc.dataflow.round import traced_round
 from shardc.errors import ArgumentError, all_offenders
 from shardc.machine.mesh import AnyMesh, view
 from shardc.passes.trace.constants import has_hash, snapshot_of
-from shardc.passes.trace.microbatches import OPENERS
+from shardc.passes.trace.microbatches import OPENERS, holds_nnx
 from shardc.passes.trace.pins import is_leaf_spec
 from shardc.passes.trace.trace import is_array, is_nnx, leaves_by_path, path_text, where_of
 from shardc.pipeline.options import Pipeline
@@ -160,8 +160,8 @@ class FlaxFunction:
         bound = self._signature.bind(*args, **kwargs)
         given = set(bound.arguments)
         bound.apply_defaults()
-        values = {n: v for n, v in bound.arguments.items() if n in given or _has_nnx(v)}
-        nodes = {n: v for n, v in values.items() if _has_nnx(v)}
+        values = {n: v for n, v in bound.arguments.items() if n in given or holds_nnx(v)}
+        nodes = {n: v for n, v in values.items() if holds_nnx(v)}
         _refuse_lost_modules(where_of(self._fn), nodes)
         with nnx.split_context(_TAG) as context:
             split, state = context.split(nodes)
@@ -203,7 +203,7 @@ class FlaxFunction:
             bound = signature.bind_partial()
             bound.arguments.update({**values, **nodes})
             out = fn(*bound.args, **bound.kwargs)
-            written, out = ({**nodes, _RESULT: out}, None) if _has_nnx(out) else (nodes, out)
+            written, out = ({**nodes, _RESULT: out}, None) if holds_nnx(out) else (nodes, out)
             with nnx.split_context(_TAG) as context:
                 graph, state = context.split(written)
             return {n: nnx.as_pure(state[n]) for n in written if n in state}, graph, out
@@ -240,10 +240,6 @@ RunFunction: TypeAlias = Callable[[Any, dict[str, Any]], Any]
 _TAG: Final = "shardc"
 _GRAPH: Final = "nnx_graph"
 _RESULT: Final = "nnx_result"
-
-
-def _has_nnx(tree: Any) -> bool:
-    return any(map(is_nnx, jax.tree.leaves(tree, is_leaf=is_nnx)))
 
 
 def _refuse_lost_modules(name: str, nodes: Mapping[str, Any]) -> None:
@@ -364,7 +360,7 @@ class _OpenedModules:
 
 
 def _open_modules(where: str, nodes: Mapping[str, Any]) -> _OpenedModules | None:
-    return _OpenedModules(where, dict(nodes)) if _has_nnx(nodes) else None
+    return _OpenedModules(where, dict(nodes)) if holds_nnx(nodes) else None
 
 
 OPENERS.append(_open_modules)

@@ -11,7 +11,6 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardc import compat
-from shardc.arrays.pieces import words
 from shardc.arrays.placed import has_every_piece, in_bytes, is_placed, on_host
 from shardc.sbp.layout import to_logical
 from shardc.sbp.signature import is_extended
@@ -71,6 +70,16 @@ def _mesh_of(x: Any) -> Mesh:
 @lru_cache(maxsize=256)
 def _gatherer(mesh: Mesh) -> Any:
     return jax.jit(lambda xs: list(map(in_bytes, xs)), out_shardings=NamedSharding(mesh, PartitionSpec()))
+
+
+def words(x: jax.Array) -> jax.Array:
+    """The numbers that hold an array: of random keys their key data."""
+    return jax.random.key_data(x) if is_extended(x.dtype) else x
+
+
+def of_words(x: Any, dtype: Any) -> Any:
+    """The array of this dtype that these numbers hold: the inverse of `words`."""
+    return compat.keys_of_words(jax.numpy.asarray(x), dtype) if is_extended(dtype) else x
 
 
 def _words(x: Any) -> jax.Array:

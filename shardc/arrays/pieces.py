@@ -15,10 +15,9 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from shardc import compat
+from shardc.arrays.fetch import words
 from shardc.machine.devices import process_of
 from shardc.runtime.transport.link import Packed
-from shardc.sbp.signature import is_extended
 
 Index: TypeAlias = tuple[tuple[int, int], ...]
 """A piece: in each dimension the first element and the one behind the last."""
@@ -49,16 +48,6 @@ def pieces_of_process(sharding: NamedSharding, shape: tuple[int, ...], process: 
 def _devices(sharding: NamedSharding) -> list[Any]:
     mesh: Any = sharding.mesh
     return mesh.devices.ravel().tolist()
-
-
-def words(x: jax.Array) -> jax.Array:
-    """The numbers that hold an array: of random keys their key data."""
-    return jax.random.key_data(x) if is_extended(x.dtype) else x
-
-
-def of_words(x: Any, dtype: Any) -> Any:
-    """The array of this dtype that these numbers hold: the inverse of `words`."""
-    return compat.keys_of_words(jax.numpy.asarray(x), dtype) if is_extended(dtype) else x
 
 
 def pack(x: jax.Array, sharding: NamedSharding, wanted: Collection[int]) -> tuple[list[int], list[memoryview]]:

@@ -16,7 +16,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from shardc.arrays.pieces import of_words, pack_array, unpack_array, words
+from shardc.arrays.fetch import of_words, words
+from shardc.arrays.pieces import pack_array, unpack_array
 from shardc.arrays.remote import RemoteArray, is_small
 from shardc.dataflow.moves import LeafMove, stay, to_place
 from shardc.dataflow.network import Edge, FlowNetwork

@@ -17,7 +17,8 @@ from typing import Any, Final
 import jax
 import numpy as np
 
-from shardc.arrays.pieces import of_words, pack_array, unpack_array, words
+from shardc.arrays.fetch import of_words, words
+from shardc.arrays.pieces import pack_array, unpack_array
 from shardc.arrays.placed import is_placed
 from shardc.arrays.remote import Arrival, RemoteArray
 from shardc.errors import ClusterError

@@ -8,7 +8,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from shardc.arrays.pieces import of_words, pack_array, unpack_array, words
+from shardc.arrays.fetch import of_words, words
+from shardc.arrays.pieces import pack_array, unpack_array
 from shardc.arrays.placed import PlacedArray, StackedArray
 from shardc.arrays.remote import RemoteArray, is_remote
 from shardc.errors import ClusterError

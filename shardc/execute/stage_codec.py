@@ -16,7 +16,8 @@ import jax
 import numpy as np
 
 from shardc import compat
-from shardc.arrays.pieces import assemble, of_words, on_host, pack, piece_numbers, pieces_of_process, words
+from shardc.arrays.fetch import of_words, words
+from shardc.arrays.pieces import assemble, on_host, pack, piece_numbers, pieces_of_process
 from shardc.execute.stage_io import StageArray
 from shardc.machine.devices import me, process_of
 from shardc.runtime.transport.link import Packed

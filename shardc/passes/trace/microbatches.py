@@ -152,8 +152,8 @@ def microbatch_call(
     values = _by_name(where, known, args, kwargs)
     names, carried = list(values), split.carried
     _check_names(where, carried, split.keys, names, known)
-    opened = _open(where, {n: v for n, v in values.items() if _holds_nnx(v)})
-    objects = [n for n, v in values.items() if opened is not None and _holds_nnx(v)]
+    opened = _open(where, {n: v for n, v in values.items() if holds_nnx(v)})
+    objects = [n for n, v in values.items() if opened is not None and holds_nnx(v)]
     axes = _axes_for(where, split.in_axes, values, len(args), {*split.keys, *carried, *objects})
     pools = _Pools(where, split, carried)
     trees: list[Any] = []
@@ -263,7 +263,7 @@ def _check_names(
         raise ArgumentError(all_offenders(f"accumulate: {where}({', '.join(known or names)})", wrong))
 
 
-def _holds_nnx(value: Any) -> bool:
+def holds_nnx(value: Any) -> bool:
     return any(map(is_nnx, jax.tree.leaves(value, is_leaf=is_nnx)))
 
 

@@ -9,7 +9,7 @@ is inlined, and each stage recomputes its own part.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -521,8 +521,3 @@ class _Placer:
 
 def _latest(a: int | None, b: int | None) -> int | None:
     return b if a is None else a if b is None else max(a, b)
-
-
-def with_atoms(eqn: Eqn, names: Mapping[Var, Atom]) -> Eqn:
-    """`eqn` with its operands renamed."""
-    return eqn.replace(invars=[a if compat.is_literal(a) else names.get(a, a) for a in eqn.invars])

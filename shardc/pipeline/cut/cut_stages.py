@@ -24,6 +24,7 @@ from shardc.ir.eqns import add_eqn, full_eqn
 from shardc.ir.nested import scan_params
 from shardc.ir.program import Program
 from shardc.ir.transfer import receive_p, send_p
+from shardc.ir.walk import renamed, with_atoms
 from shardc.pipeline.cut.cut_loop import (
     MicrobatchLoop,
     PlacedBody,
@@ -31,7 +32,6 @@ from shardc.pipeline.cut.cut_loop import (
     find_loop,
     place_body,
     stage_of,
-    with_atoms,
 )
 from shardc.pipeline.cut.find_homes import find_homes, largest
 from shardc.pipeline.cut.keep_state import keep_state
@@ -318,7 +318,7 @@ class _Assembler:
             else:
                 outer.append(with_atoms(eqn, names))
         self.scans = [s if s is None else with_atoms(s, names) for s in self.scans]
-        self.outvars = [a if compat.is_literal(a) else names.get(a, a) for a in jaxpr.outvars]
+        self.outvars = renamed(jaxpr.outvars, names)
         inputs, ahead = jaxpr.invars, self._ahead(outer)
         self.anchors, self.outer = dict(self.made_in), [*split_nested(ahead, {}, {}), self.loop.eqn]
         known = {v: min(stages) for v, stages in self._uses({}).items() if v not in self.made_in}

@@ -18,9 +18,9 @@ from shardc.compat import Atom, Eqn, Jaxpr, Var
 from shardc.ir.boundary import microbatches_p
 from shardc.ir.nested import scan_of, scan_params
 from shardc.ir.program import Program
-from shardc.ir.walk import ADDITIONS, bytes_of, reads_of
+from shardc.ir.walk import ADDITIONS, bytes_of, reads_of, renamed, with_atoms
 from shardc.passes.trace.canonicalize import canonical_jaxpr
-from shardc.pipeline.cut.cut_loop import MicrobatchLoop, find_loops, with_atoms
+from shardc.pipeline.cut.cut_loop import MicrobatchLoop, find_loops
 
 SMALL: Final = 1 << 12
 """The most bytes of a value that is computed for all microbatches before the loop."""
@@ -44,7 +44,7 @@ def precompute_state(program: Program) -> Program:
     first, rows = _first_loop(loop, ahead, eqns, befores, afters, starts) if ahead else ([], [])
     outer = [*jaxpr.eqns[: loop.index], *first, _rest(loop, fixed, ahead, rows), *jaxpr.eqns[loop.index + 1 :]]
     names: dict[Var, Atom] = {loop.eqn.outvars[j]: starts[j] for j in fixed}
-    outvars = [a if compat.is_literal(a) else names.get(a, a) for a in jaxpr.outvars]
+    outvars = renamed(jaxpr.outvars, names)
     eqns = [with_atoms(e, names) for e in outer]
     return program.after("precompute_state", compat.new_jaxpr(jaxpr.invars, outvars, eqns, jaxpr))
 

@@ -14,8 +14,9 @@ from dataclasses import replace
 
 from shardc import compat
 from shardc.compat import Atom, Eqn, Var
+from shardc.ir.walk import with_atoms
 from shardc.passes.trace.canonicalize import with_own_bodies
-from shardc.pipeline.cut.cut_loop import PlacedBody, backward_position, forward_position, with_atoms
+from shardc.pipeline.cut.cut_loop import PlacedBody, backward_position, forward_position
 
 
 def recompute_forward(body: PlacedBody, stages: Collection[int]) -> PlacedBody:

@@ -16,8 +16,9 @@ from shardc import compat
 from shardc.compat import Atom, Eqn, Var
 from shardc.ir.eqns import copy_eqn
 from shardc.ir.nested import REMAT, bodies_of, scan_of, scan_params
+from shardc.ir.walk import with_atoms
 from shardc.passes.trace.canonicalize import canonical_jaxpr
-from shardc.pipeline.cut.cut_loop import PlacedBody, backward_position, stage_of, weight_position, with_atoms
+from shardc.pipeline.cut.cut_loop import PlacedBody, backward_position, stage_of, weight_position
 
 
 def split_backward(body: PlacedBody) -> PlacedBody:

@@ -20,7 +20,7 @@ from shardc import compat
 from shardc.compat import Atom, Eqn, Jaxpr, Var
 from shardc.ir.eqns import full_eqn
 from shardc.ir.nested import Body, bodies_of, nested_bodies, with_bodies, with_nested
-from shardc.ir.walk import bytes_of
+from shardc.ir.walk import bytes_of, renamed, with_atoms
 from shardc.passes.trace.canonicalize import with_own_bodies
 from shardc.pipeline.cut.find_homes import is_large, largest
 from shardc.pipeline.cut.regroup import regroup
@@ -118,10 +118,7 @@ class _Branch:
     def of(cls, body: Jaxpr, operands: Sequence[Atom], outer: Mapping[Var, int], homes: Mapping[Var, int]) -> _Branch:
         names = dict(zip(body.invars, operands, strict=True))
 
-        def read(atoms: Sequence[Atom]) -> list[Atom]:
-            return [a if compat.is_literal(a) else names.get(a, a) for a in atoms]
-
-        named, outs = [e.replace(invars=read(e.invars)) for e in body.eqns], read(body.outvars)
+        named, outs = [with_atoms(e, names) for e in body.eqns], renamed(body.outvars, names)
         anchors = dict(outer)
         return cls(regroup(split_nested(named, anchors, homes), anchors, outs), outs, anchors)
 

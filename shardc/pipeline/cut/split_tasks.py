@@ -24,7 +24,7 @@ from shardc.ir.eqns import copy_eqn, full_eqn, put_at_eqn, slice_at_eqn, squeeze
 from shardc.ir.nested import bodies_of, scan_of
 from shardc.ir.program import Program
 from shardc.ir.transfer import receive_p, send_p, transfer_number
-from shardc.ir.walk import local_bytes, reads_of
+from shardc.ir.walk import local_bytes, reads_of, with_atoms
 from shardc.pipeline.cut.advance_sums import advance_sums
 from shardc.pipeline.cut.cut_stages import StageProgram
 from shardc.plan.plan import PlacedProgram, SpmdPlan
@@ -227,7 +227,7 @@ class _TaskSplitter:
         read = {a for e in eqns for a in compat.variables(e.invars)}
         takes = [e for v in rows if v in read for e in self._take(v, operand[v])]
         ties = {after: total for total, after in part.kept}
-        eqns = advance_sums(takes + [_renamed(e, names) for e in eqns], set(ties))
+        eqns = advance_sums(takes + [with_atoms(e, names) for e in eqns], set(ties))
         ends = _Ends(part.received, part.sent, part.kept, ties)
         return self._task(f"task{position}", position, eqns, part.outputs, ends)
 
@@ -408,10 +408,6 @@ def _sections(invars: Sequence[Var], consts: int, carries: int) -> tuple[Sequenc
 
 def _is_loop(eqn: Eqn, stage: StageProgram) -> bool:
     return any(v in stage.position for e in bodies_of(eqn)[0].eqns for v in e.outvars)
-
-
-def _renamed(eqn: Eqn, names: Mapping[Var, Atom]) -> Eqn:
-    return eqn.replace(invars=[a if compat.is_literal(a) else names.get(a, a) for a in eqn.invars])
 
 
 def _shifted(placement: Placement) -> Placement:
