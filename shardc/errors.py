@@ -171,7 +171,7 @@ def did_you_mean(word: str, words: Iterable[str]) -> str:
 
 def number_text(count: int, noun: str) -> str:
     """`1 array`, `2 arrays`, `0 matches`, `3 boundaries`."""
-    stem, end = (noun[:-1], "ies") if noun.endswith("y") else (noun, "es" if noun.endswith(("s", "ch")) else "s")
+    stem, end = (noun[:-1], "ies") if noun.endswith("ry") else (noun, "es" if noun.endswith(("s", "ch")) else "s")
     return f"{count} {noun if count == 1 else stem + end}"
 
 
