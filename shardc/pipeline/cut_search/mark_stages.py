@@ -56,9 +56,9 @@ class _Marker:
     def _renamed(self, eqn: Eqn, t: int) -> Eqn:
         """`eqn` with its operands renamed to their names on its stage."""
         stage = sum(c <= t for c in self.ahead) if t < self.body.fold else sum(c > t for c in self.back)
-        return eqn.replace(invars=[self._name(a, stage, t) for a in eqn.invars])
+        return eqn.replace(invars=[self._name(a, stage) for a in eqn.invars])
 
-    def _name(self, atom: Atom, stage: int, t: int) -> Atom:
+    def _name(self, atom: Atom, stage: int) -> Atom:
         if compat.is_literal(atom) or atom not in self.names:
             return atom
         if self.body.made[atom] >= self.body.fold:  # a cotangent: the last boundary that it passed

@@ -33,7 +33,7 @@ def memory_error_text(found: DoesNotFit) -> str:
     else:
         text = f"The smallest plan found needs {bytes_text(least.peak)}. At its peak a device holds"
     head = f"{where}, mesh {mesh}: no plan was found that fits in {bytes_text(limit)} per device. {text}:"
-    fixes = [_fixes(program, arguments, fitted, alone), *_with_offload(found)]
+    fixes = [_fixes(arguments, fitted, alone), *_with_offload(found)]
     return "\n".join([all_offenders(head, _groups(program, least, largest)), *fixes])
 
 
@@ -71,7 +71,7 @@ def _maker(eqn: compat.Eqn) -> str:
     return f"{eqn.primitive.name} ({compat.source_line(eqn)})"
 
 
-def _fixes(program: Program, arguments: Sequence[Argument], fitted: LimitResult, alone: bool) -> str:
+def _fixes(arguments: Sequence[Argument], fitted: LimitResult, alone: bool) -> str:
     memory = fitted.least.profile.memory
     fixes: list[str] = []
     if any(a.pin is not None for a in arguments):
