@@ -30,7 +30,7 @@ def measure(case: Case, peer_first: bool) -> None:
     jax.make_jaxpr(partial(step_fn))(*args)
 
     arguments = Arguments(step_fn, ())
-    traced, program = seconds(lambda: trace(arguments, arguments.take_apart(args, {})))
+    traced, program = seconds(lambda: trace(arguments, arguments.bind(args, {})))
     ours = shardc.function(mesh=mesh, **case.options)(step_fn)
     total, plan = seconds(lambda: ours.plan(*args))
     peer = jitted(step_fn, plan, mesh, case.options)

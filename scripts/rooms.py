@@ -21,7 +21,7 @@ ROOMS: Final = (
     "machine", "sbp", "arrays", "ir", "solver",
     "passes.trace", "passes.estimate", "passes.place", "passes.recompute", "passes.lower", "passes.audit",
     "plan",
-    "pipeline.schedule", "pipeline.cut", "pipeline.points", "pipeline",
+    "pipeline.schedule", "pipeline.cut", "pipeline.cut_search", "pipeline",
     "report", "execute", "plans", "calls", "dataflow", "checkpoint", "compiled", "pipelines", "api", "flows", "gangs",
     "flax", "equinox", "live", "tuning", "launch", "doctor", "commands", "__init__", "__main__",
 )  # fmt: skip

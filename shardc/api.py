@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import copy
 import functools
-import inspect
 import itertools
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from enum import Enum
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from os import PathLike
-from typing import TYPE_CHECKING, Any, Final, Never, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Any, Never, NoReturn, TypeAlias
 
 import jax
 from jax.sharding import AbstractMesh, Mesh
@@ -20,10 +18,10 @@ from shardc import compat
 from shardc.arrays.placed import leaf_aval
 from shardc.calls.arrivals import arrivals
 from shardc.calls.leaves import abstract, on_one_device
+from shardc.calls.options import UNSAID, Options, Unsaid, checked_placements, decorated, meshes_of
 from shardc.calls.outer_trace import run_in_outer_trace
 from shardc.calls.pins import argument_pins, result_pins
-from shardc.calls.rank_meshes import meshes_of
-from shardc.calls.watch import tell_called, tell_made
+from shardc.calls.watch import notify_called, notify_made
 from shardc.compiled import Compiled, run
 from shardc.dataflow.round import traced_round
 from shardc.errors import (
@@ -41,19 +39,19 @@ from shardc.execute.at_work import line_if_long
 from shardc.execute.call_cache import CallCache, has_tracers
 from shardc.execute.executable import Executable
 from shardc.ir.program import Program
-from shardc.machine.mesh import AnyMesh, MeshView, as_it_is_set, auto_mesh, view, without_mesh
+from shardc.machine.mesh import AnyMesh, as_it_is_set, auto_mesh, view, without_mesh
 from shardc.passes.recompute.sink_constants import sink_constants
 from shardc.passes.trace.canonicalize import EVERY
 from shardc.passes.trace.chunk_scans import Chunks, scans_of, split_scans
 from shardc.passes.trace.constants import key_of, key_of_static
-from shardc.passes.trace.pins import Pins, code_text, is_leaf_spec, matcher, says_names, wrong_constraints
+from shardc.passes.trace.pins import Pins, code_text, matcher, wrong_constraints
 from shardc.passes.trace.trace import Arguments, Call, is_array, settings, trace, where_of
 from shardc.pipeline.options import Pipeline, PipelineRequest
 from shardc.plan.data_parallel import DataParallel, sent_besides
 from shardc.plan.forbid import Forbid, forbid_text, read_forbid
 from shardc.plan.make import DoesNotFit, make_plan
-from shardc.plan.request import Argument, ArgumentsTree, Offload, Request
-from shardc.plan.saved_plan import SavedPlan, load_plan
+from shardc.plan.request import Argument, ArgumentsTree, Request
+from shardc.plan.saved_plan import SavedPlan
 from shardc.plans import MemoryLimitError, Plan, lacks
 from shardc.report.plan_warnings import warnings_of
 from shardc.sbp.placement import AUTO, Pin, Placement
@@ -68,29 +66,6 @@ AnyExecutable: TypeAlias = "Executable | PipelineExecutable"
 AnyCompiled: TypeAlias = "Compiled | CompiledPipeline"
 
 
-@dataclass(frozen=True)
-class Options:
-    """The arguments of `shardc.function` besides the function and the mesh.
-
-    Attributes:
-      donate, static: names of arguments.
-      saved: a plan to lower as it is.
-      replicate: primitives without a rule for which no signatures are looked for.
-      forbid: what may not move.
-      offload: what may live in the memory of the hosts: "never", "auto", or patterns of paths of arguments.
-    """
-
-    in_placements: Any = AUTO
-    out_placements: Any = AUTO
-    donate: tuple[str, ...] = ()
-    static: tuple[str, ...] = ()
-    pipeline: Pipeline | None = None
-    saved: SavedPlan | None = None
-    replicate: tuple[str, ...] = ()
-    forbid: Forbid = ()
-    offload: Offload = "never"
-
-
 class BoundFunction:
     """A `Function` bound to the object that it is a method of."""
 
@@ -101,15 +76,15 @@ class BoundFunction:
     def latest(self) -> AnyExecutable | None:
         return self.__func__.latest
 
-    @compat.face
+    @compat.api_boundary
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.__func__(self.__self__, *args, **kwargs)
 
-    @compat.face
+    @compat.api_boundary
     def plan(self, *args: Any, **kwargs: Any) -> AnyPlan:
         return self.__func__.plan(self.__self__, *args, **kwargs)
 
-    @compat.face
+    @compat.api_boundary
     def compile(self, *args: Any, **kwargs: Any) -> AnyCompiled:
         """Plans and compiles a call; what comes back takes the object as its first argument."""
         return self.__func__.compile(self.__self__, *args, **kwargs)
@@ -145,7 +120,7 @@ class Function:
 
     def __init__(self, fn: Callable[..., Any], mesh: AnyMesh, options: Options) -> None:
         functools.update_wrapper(self, fn)
-        self._arguments = arguments = Arguments(fn, options.static)
+        self._arguments = arguments = Arguments(fn, options.static_argnames)
         if not isinstance(mesh, Mesh | AbstractMesh):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise MeshError(
                 f"{arguments.where}: mesh={mesh!r} is no mesh; write mesh=shardc.make_mesh(data=4, model=2)."
@@ -167,10 +142,10 @@ class Function:
                     'with in_placements={...: {"data": S(0)}}.'
                 )
             self._view = replace(self._view, avoids=self._forbidden | strict.avoids(self._view.sizes))
-        self._in_placements = _checked_placements(arguments, options, self._view)
+        self._in_placements = checked_placements(arguments, options, self._view)
         self._moved_from: list[Mesh] = []
         self._begin()
-        tell_made(self)
+        notify_made(self)
 
     def _begin(self) -> None:
         """Begins with nothing traced, planned or compiled."""
@@ -185,7 +160,7 @@ class Function:
         made = copy.copy(self)
         fn = copy.deepcopy(self._arguments.fn, memo)
         functools.update_wrapper(made, fn)
-        made._arguments = Arguments(fn, self._options.static)
+        made._arguments = Arguments(fn, self._options.static_argnames)
         made._moved_from = list(self._moved_from)
         made._begin()
         return made
@@ -199,7 +174,7 @@ class Function:
 
     # -- calls
 
-    @compat.face
+    @compat.api_boundary
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if traced_round() is not None:
             return self.call_every(args, kwargs, 1)
@@ -208,7 +183,7 @@ class Function:
         leaves, tree = jax.tree.flatten((args, kwargs))
         if (again := self._cached_calls.run(tree, leaves)) is not None:
             return again[0]
-        call = self._arguments.take_apart(args, kwargs)
+        call = self._arguments.bind(args, kwargs)
         if has_tracers(call.leaves):
             return self._inside(call)
         call.refuse_shapes(self._arguments.where)
@@ -234,7 +209,7 @@ class Function:
     @property
     def donates(self) -> tuple[str, ...]:
         """The names of the arguments whose buffers results may take."""
-        return self._options.donate
+        return self._options.donate_argnames
 
     @property
     def meshes(self) -> tuple[AnyMesh, ...]:
@@ -246,19 +221,19 @@ class Function:
         """The executable, with its plan, that was made last; None before the first call."""
         return next(reversed(self._executables.values()), None)
 
-    @compat.face
+    @compat.api_boundary
     def plan(self, *args: Any, **kwargs: Any) -> AnyPlan:
         """The plan of a call. Takes arrays or `jax.ShapeDtypeStruct`s; needs no devices."""
-        return self._plan(self._arguments.take_apart(args, kwargs))
+        return self._plan(self._arguments.bind(args, kwargs))
 
-    @compat.face
+    @compat.api_boundary
     def compile(self, *args: Any, **kwargs: Any) -> AnyCompiled:
         """Plans and compiles a call without running it.
 
         Returns:
           A `Compiled`, or a `CompiledPipeline`: called like the function, for calls of these shapes alone.
         """
-        call = self._arguments.take_apart(args, kwargs)
+        call = self._arguments.bind(args, kwargs)
         made_for = call.tree, call.constants
         plan = self._plan(call)
         executable = self._executable(plan)
@@ -273,11 +248,11 @@ class Function:
 
     def refuse_changing(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raises ArgumentError if a call has leaves that are neither arrays nor constants."""
-        self._arguments.take_apart(args, kwargs)
+        self._arguments.bind(args, kwargs)
 
     def _plain(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Under `jax.disable_jit()`: the function itself, operation by operation, on one device."""
-        self._arguments.take_apart(args, kwargs)  # names that do not fit
+        self._arguments.bind(args, kwargs)  # names that do not fit
         args, kwargs = jax.tree.map(on_one_device, (args, kwargs))
         return self._arguments.fn(*args, **kwargs)
 
@@ -332,7 +307,7 @@ class Function:
         return (call.tree, leaves, static, settings(), jax.sharding.get_abstract_mesh())
 
     def _plan(self, call: Call) -> AnyPlan:
-        tell_called(self, call)
+        notify_called(self, call)
         return self.plan_of(call)
 
     def plan_of(self, call: Call) -> AnyPlan:
@@ -360,13 +335,13 @@ class Function:
         into, out = self._pins(call, program)
         dynamic = [i for i, x in enumerate(call.leaves) if is_array(x)]
         arguments = tuple(
-            Argument(into.pins[i], arrival, call.names[i] in self._options.donate)
+            Argument(into.pins[i], arrival, call.names[i] in self._options.donate_argnames)
             for i, arrival in zip(dynamic, arrived, strict=True)
         )
         notes, tree, where = (*into.notes, *out.notes), ArgumentsTree(call.tree, tuple(dynamic)), self._arguments.where
         if self._ranks is None:
             request = Request(program, self._view, arguments, out.pins, notes, self._view.limit, where, tree)
-            request = replace(request, replicate=self._options.replicate, offload=self._options.offload)
+            request = replace(request, replicate=self._options.replicate, offload=self._options.on_host)
             self._refuse_idle_patterns(request)
             return arguments, self._plan_of_program(request)
         from shardc.pipelines import planned_pipeline
@@ -390,7 +365,7 @@ class Function:
         if request.offload != "never" and not machine.host_bandwidth:
             wrong.append(f'the topology {machine.kind} says nothing of its hosts; give it "host_bandwidth" (bytes/s).')
         if wrong:
-            raise ArgumentError(all_offenders(f"{request.where}: offload={self._options.offload!r}:", wrong))
+            raise ArgumentError(all_offenders(f"{request.where}: offload={self._options.on_host!r}:", wrong))
 
     def _plan_of_program(self, request: Request) -> Plan:
         """The plan of one program: a saved one lowered, or the cheapest that fits."""
@@ -491,7 +466,7 @@ class Function:
     def options(self) -> Options:
         return self._options
 
-    def plan_elsewhere(self, call: Call, mesh: AnyMesh) -> AnyPlan:
+    def plan_on(self, call: Call, mesh: AnyMesh) -> AnyPlan:
         """The plan of a call on another mesh, wherever its arguments are now."""
         pipeline = self._options.pipeline
         made = self.on(mesh, pipeline and replace(pipeline, meshes=None))
@@ -500,7 +475,7 @@ class Function:
     def on(self, mesh: AnyMesh, pipeline: Pipeline | None = None) -> Function:
         """This function on another mesh, or as a pipeline. Traced programs are kept."""
         own = {a: kinds for a in mesh.shape if (kinds := self.forbidden_over(a))}
-        made = Function(self._arguments.fn, mesh, replace(self._options, pipeline=pipeline, saved=None, forbid=own))
+        made = Function(self._arguments.fn, mesh, replace(self._options, pipeline=pipeline, plan=None, forbid=own))
         made._programs = self._programs
         return made
 
@@ -511,24 +486,14 @@ class Function:
     def look(self, *args: Any) -> tuple[Program, list[Pin | None]]:
         """The program of a call, with its stage boundaries if this is a pipeline, and the pins of its arguments and
         results."""
-        call = self._arguments.take_apart(args, {})
+        call = self._arguments.bind(args, {})
         with line_if_long(f"tracing {self._arguments.where}"):
             program = self._program(call)
         into, out = self._pins(call, program)
         return program, [*into.pins, *out.pins]
 
 
-class Unsaid(Enum):
-    """The type of `UNSAID`."""
-
-    UNSAID = "the default of `mesh=`"
-
-
-UNSAID: Final = Unsaid.UNSAID
-"""The value of `mesh=` where nobody has said one."""
-
-
-@compat.face
+@compat.api_boundary
 def function(  # noqa: PLR0913  # a public face
     fn: Callable[..., Any] | None = None,
     *unnamed: Never,
@@ -597,164 +562,17 @@ def function(  # noqa: PLR0913  # a public face
       >>> double(np.arange(3.0)).tolist()
       [0.0, 2.0, 4.0]
     """
-
-    refuse_unknown("shardc.function", (fn, *unnamed), unknown, function)
-    if pipeline is not None and not isinstance(pipeline, Pipeline):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ArgumentError(f'pipeline={pipeline!r} is no Pipeline; write pipeline=shardc.Pipeline(schedule="1f1b").')
-
-    on_host = _checked_offload(offload, pipeline)
-    saved = plan if plan is None or isinstance(plan, SavedPlan) else load_plan(plan)
-    names = "donate_argnames", "static_argnames", "replicate"
-    _refuse_no_names(dict(zip(names, (donate_argnames, static_argnames, replicate), strict=True)))
-    if saved is not None and pipeline is not None:
-        raise PipelineError(
-            f"plan={saved.name!r}: a pipeline is always planned anew. Pin the borders that were saved, with "
-            "in_placements=shardc.load_plan(...).in_placements and out_placements=shardc.load_plan(...).out_placements."
-        )
-
-    @compat.face
-    def decorate(fn: Callable[..., Any]) -> Any:
-        refuse_no_function("shardc.function", fn)
-        donate = (*_words(donate_argnames), *_names_at(donate_argnums, fn, "donate_argnums"))
-        static = (*_words(static_argnames), *_names_at(static_argnums, fn, "static_argnums"))
-        whole = tuple(_words(replicate))
-        options = Options(in_placements, out_placements, donate, static, pipeline, saved, whole, forbid, on_host)
-        if (over := _mesh_to_use(mesh, options, fn)) is not None:
-            return Function(fn, over, options)
-        _checked_placements(Arguments(fn, static), options, None)
-        return fn
-
-    return decorate if fn is None else decorate(fn)
+    options = Options(
+        mesh, in_placements, out_placements, donate_argnames, static_argnames, pipeline, plan, replicate, forbid,
+        offload, donate_argnums, static_argnums,
+    )  # fmt: skip
+    return decorated(function, (fn, *unnamed), unknown, options, function_of)
 
 
-def _checked_offload(offload: str | Sequence[str], pipeline: Pipeline | None) -> Offload:
-    found: Offload = "auto" if offload == "auto" else "never"
-    if offload not in ("never", "auto"):
-        found = tuple(offload) if isinstance(offload, list | tuple) else ()
-        if not found or not all(isinstance(p, str) for p in found):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise ArgumentError(
-                f'offload={offload!r}: write "never", "auto", or a list of patterns of paths, ["opt_state/*"].'
-            )
-    if found != "never" and pipeline is not None:
-        raise PipelineError(
-            f"offload={offload!r}: the stages of a pipeline keep all values on their devices. Leave offload= out; "
-            'Pipeline(recompute="full") keeps less.'
-        )
-    return found
-
-
-def is_one_device(mesh: AnyMesh | Unsaid | None, pipeline: Pipeline | None) -> bool:
-    """Whether `mesh=None` is said, and no pipeline has meshes of its own."""
-    return mesh is None and not (pipeline is not None and pipeline.meshes)
-
-
-def _mesh_to_use(mesh: AnyMesh | Unsaid | None, options: Options, fn: Callable[..., Any]) -> AnyMesh | None:
-    """The mesh of a function, or the first one of its pipeline; None: one device."""
-    pipeline = options.pipeline
-    if (mesh is None or mesh is UNSAID) and pipeline is not None and pipeline.meshes:
-        return pipeline.meshes[0]
-    if mesh is UNSAID:
-        raise MeshError(
-            f"{where_of(fn)}: no mesh is given; write mesh=shardc.make_mesh(data=8), or mesh=None for one device."
-        )
-    if mesh is None and (pipeline is not None or options.saved is not None):
-        what = "pipeline" if pipeline is not None else "plan"
-        raise MeshError(
-            f"{where_of(fn)}: mesh=None is one device, and {what}= is for several; write {what}=None, or a mesh, as "
-            f"mesh=shardc.make_mesh({'pipe=2, data=4' if pipeline is not None else 'data=8'})."
-        )
-    return mesh
-
-
-def _checked_placements(arguments: Arguments, options: Options, view: MeshView | None) -> Any:
-    """`in_placements`, with those of a strategy by argument name. Without a view, nothing is known of axes.
-
-    Raises:
-      ArgumentError: options name what is no argument.
-    """
-    spec = options.in_placements
-    if isinstance(spec, DataParallel):
-        spec = spec.placements(arguments.names, options.static, arguments.where)
-    by_name = says_names(spec, arguments.names, view) if view else isinstance(spec, dict) and not is_leaf_spec(spec)
-    named = list(map(str, spec)) if by_name else []
-    wrong = arguments.check(options.donate, "donate_argnames")
-    wrong += arguments.check(options.static, "static_argnames")
-    wrong += arguments.check(named, "in_placements")
-    wrong += [
-        f"{what} names {n!r}, which is static: a constant lives nowhere; leave it out."
-        for what, names in (("donate_argnames", options.donate), ("in_placements", named))
-        for n in names
-        if n in options.static
-    ]
-    if wrong:
-        raise ArgumentError(all_offenders(f"{arguments.where}: names that do not fit", wrong))
-    return spec
-
-
-_OF_JIT: Final = {"in_shardings": "in_placements", "out_shardings": "out_placements"}
-"""Keywords of jax.jit, and those that say the same here."""
-
-
-def refuse_no_function(what: str, fn: object) -> None:
-    """Raises ArgumentError if `fn` is no function."""
-    if not callable(fn) or isinstance(fn, Mesh | AbstractMesh):  # meshes can be called
-        said = fn if isinstance(fn, str) and fn.isidentifier() else "step"
-        got = repr(fn) if len(repr(fn)) < MOST_CHARACTERS else f"a {type(fn).__name__}"
-        raise ArgumentError(
-            f"{what} wants a function, got {got}; write {what}({said}, mesh=mesh), or @{what}(mesh=mesh) above it."
-        )
-
-
-MOST_CHARACTERS: Final = 200
-"""Of the repr of a value in an error."""
-
-
-def _refuse_no_names(given: Mapping[str, Any]) -> None:
-    """Raises ArgumentError for options that are names, and are given something else."""
-    lines = [
-        f"{option}={said!r}: write names, as {option}=('w',)"
-        + (f", or {option.replace('names', 'nums')} for numbers." if "names" in option else ".")
-        for option, said in given.items()
-        if not all(isinstance(n, str) for n in _words(said))
-    ]
-    if lines:
-        raise ArgumentError(all_offenders("shardc.function: options that are no names", lines))
-
-
-def refuse_unknown(what: str, given: Sequence[object], unknown: Mapping[str, Any], taker: Callable[..., Any]) -> None:
-    """Raises ArgumentError if the first argument by position is given and no function, if there are more of them, or
-    keywords are that `taker` does not take."""
-    if given[0] is not None:
-        refuse_no_function(what, given[0])
-    if len(given) > 1:
-        raise ArgumentError(
-            f"{what} takes the function alone by position; write the other arguments by name, as {what}(step, "
-            "mesh=mesh, in_placements=...)."
-        )
-    known = [n for n, p in inspect.signature(taker).parameters.items() if p.kind is p.KEYWORD_ONLY]
-    lines = [
-        f"{n}: write {_OF_JIT[n]}=, which takes PartitionSpecs and NamedShardings too." if n in _OF_JIT
-        else f"{n}: it takes {', '.join(known)}.{did_you_mean(n, known)}"
-        for n in unknown
-    ]  # fmt: skip
-    if lines:
-        raise ArgumentError(all_offenders(f"{what}: keywords that it does not take", lines))
-
-
-def _words(x: Any) -> Sequence[Any]:
-    return tuple(x) if isinstance(x, Iterable) and not isinstance(x, str) else (x,)
-
-
-def _names_at(numbers: int | Sequence[int], fn: Callable[..., Any], what: str) -> list[str]:
-    arguments = Arguments(fn, ())
-    names = arguments.names
-    if strange := [i for i in _words(numbers) if type(i) is not int]:
-        raise ArgumentError(
-            f"{arguments.where}: {what}={numbers!r}: {strange[0]!r} is no number of an argument; for names write "
-            f"{what.replace('nums', 'names')}=."
-        )
-    wrong = [f"{what} names argument {i}." for i in _words(numbers) if not -len(names) <= i < len(names)]
-    if wrong:
-        has = f"{arguments.where} has {len(names)} arguments, numbered from 0: {', '.join(names)}"
-        raise ArgumentError(all_offenders(has, wrong))
-    return [names[i] for i in _words(numbers)]
+def function_of(fn: Callable[..., Any], options: Options) -> Any:
+    """A `Function`; `fn` itself if the mesh is one device."""
+    options = options.named(fn)
+    if (mesh := options.mesh_to_use(where_of(fn))) is not None:
+        return Function(fn, mesh, options)
+    checked_placements(Arguments(fn, options.static_argnames), options, None)
+    return fn

@@ -99,6 +99,7 @@ class Jaxpr(Protocol):
 
 ClosedJaxpr: TypeAlias = Any
 Tracer = _core.Tracer
+"""Why: only the types of its arguments tell whether a jitted function is inside a trace."""
 ExtendedDType = _dtypes.ExtendedDType
 
 
@@ -204,7 +205,7 @@ _traceback_util.register_exclusion(_OURS)
 _source_info_util.register_exclusion(_OURS)
 
 
-def face(fn: F) -> F:
+def api_boundary(fn: F) -> F:
     """Mark a function that users call: an error below it has no frames of JAX and shardc in its traceback, as JAX's
     option `jax_traceback_filtering` says."""
     return _traceback_util.api_boundary(fn)
@@ -451,11 +452,6 @@ _OF_EVERY_CLASS: Final = {
     *("__annotations__", "__subclasshook__", "__init_subclass__", "__hash__", "__repr__"),
     *("__buffer__", "__release_buffer__", "__cuda_array_interface__"),  # contiguous memory
 }
-
-
-# Why: only the types of its arguments tell whether a jitted function is inside a trace.
-def is_tracer(x: Any) -> bool:
-    return isinstance(x, _core.Tracer)
 
 
 def aval_of(x: Any) -> Any:

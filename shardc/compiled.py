@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
@@ -16,7 +17,7 @@ from shardc.execute.call_cache import CallCache
 from shardc.execute.executable import Executable, OtherCallError
 from shardc.execute.in_turn import in_turn
 from shardc.machine.mesh import without_mesh
-from shardc.passes.trace.trace import Arguments, Call, is_array
+from shardc.passes.trace.trace import Arguments, Call, is_array, settings
 from shardc.plan.verify_signatures import check_found
 from shardc.plans import Plan, no_attribute
 from shardc.sbp.signature import is_extended
@@ -68,7 +69,7 @@ class CompiledCall(Generic[ExecutableT, PlanT]):
 
         return plan_html(self.plan)
 
-    @compat.face
+    @compat.api_boundary
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         leaves, tree = jax.tree.flatten((args, kwargs))
         if (again := self._cached_calls.run(tree, leaves)) is not None:
@@ -85,8 +86,8 @@ class CompiledCall(Generic[ExecutableT, PlanT]):
         Raises:
           OtherCallError: the plan was compiled for other avals, constants or another argument structure.
         """
-        call = self._arguments.take_apart(args, kwargs)
-        self.executable.refuse_others([leaf_aval(x) for x in call.leaves if is_array(x)])
+        call = self._arguments.bind(args, kwargs)
+        self._refuse_others([leaf_aval(x) for x in call.leaves if is_array(x)])
         tree, constants = self._made_for
         now = call.constants
         wrong = [
@@ -97,8 +98,26 @@ class CompiledCall(Generic[ExecutableT, PlanT]):
         if not wrong and call.tree != tree:
             wrong = [f"the arguments have another structure: compiled for {tree}, got {call.tree}."]
         if wrong:
-            raise OtherCallError(all_offenders(f"{self.plan.program.name}: not the call that was compiled:", wrong))
+            self._refuse(wrong)
         return call
+
+    def _refuse_others(self, avals: Sequence[Any]) -> None:
+        """Raises OtherCallError if a call's avals, or JAX's settings, are not those of the plan."""
+        program, weak = self.plan.program, isinstance(self.executable, Executable)
+        texts = [
+            (path, _aval_text(want, weak), _aval_text(aval, weak))
+            for path, aval, want in zip(program.in_paths, avals, program.given_avals, strict=False)
+        ]
+        wrong = [f"{path}: planned for {want}, got {text}" for path, want, text in texts if text != want]
+        if len(avals) != len(program.given_avals):
+            wrong.append(f"planned for {len(program.given_avals)} arrays, got {len(avals)}")
+        if settings() != self.executable.settings:
+            wrong.append("JAX's settings (x64, matmul precision, random numbers, promotion) have changed")
+        if wrong:
+            self._refuse(wrong)
+
+    def _refuse(self, wrong: Sequence[str]) -> NoReturn:
+        raise OtherCallError(all_offenders(f"{self.plan.program.name}: not the call that was compiled:", wrong))
 
 
 class Compiled(CompiledCall[Executable, Plan]):
@@ -108,7 +127,7 @@ class Compiled(CompiledCall[Executable, Plan]):
         """Writes the page of the plan, as `plan.report`."""
         self.plan.report(path)
 
-    @compat.face
+    @compat.api_boundary
     def check(self, *args: Any, **kwargs: Any) -> int:
         """Holds the signatures that were found for operations without a rule against the values of a call.
 
@@ -136,3 +155,8 @@ def run(executable: Executable | PipelineExecutable, call: Call) -> Any:
     arrays = [x for x in call.leaves if is_array(x)]
     out = in_turn(executable, arrays, lambda: executable(arrays))
     return jax.tree.unflatten(executable.plan.program.out_tree, out)
+
+
+def _aval_text(aval: Any, weak: bool) -> str:
+    dims = ",".join(map(str, aval.shape))
+    return f"{aval.dtype}[{dims}]{' (weakly typed)' if weak and aval.weak_type else ''}"

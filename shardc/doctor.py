@@ -21,9 +21,8 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 
-from shardc.errors import MeshError
+from shardc.errors import MeshError, number_text
 from shardc.machine.topology import Topology, read_topology, topology_of
-from shardc.report.tables import number_text
 from shardc.versions import NEWEST, OLDEST, PYTHONS, VERSION, version_numbers
 
 _PROBE: Final = """\

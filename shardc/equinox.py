@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Never, TypeVar
 import jax
 
 from shardc import api, compat
+from shardc.calls.options import UNSAID, Options, Unsaid, decorated
 from shardc.dataflow.round import traced_round
 from shardc.dataflow.value import RoundValue
 from shardc.machine.mesh import AnyMesh
@@ -69,7 +70,7 @@ def _open(tree: Any) -> Any:
 class EquinoxFunction:
     """A function of equinox modules that runs on a mesh. Made by `function`."""
 
-    def __init__(self, fn: Callable[..., Any], keywords: dict[str, Any]) -> None:
+    def __init__(self, fn: Callable[..., Any], options: Options) -> None:
         functools.update_wrapper(self, fn)
 
         @functools.wraps(fn, updated=())
@@ -80,19 +81,19 @@ class EquinoxFunction:
             refuse_lost_writes(where_of(fn), before, held_by_nnx((args, kwargs)), jax.tree.leaves(out))
             return _close(out)
 
-        self._fn, self._keywords = fn, keywords
-        self._function: api.Function = api.function(of_arrays, **keywords)
+        self._fn, self._options = fn, options
+        self._function: api.Function = api.function_of(of_arrays, options)
 
     def __repr__(self) -> str:
         return f"Equinox{self._function!r}"
 
-    @compat.face
+    @compat.api_boundary
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = self._closed(args, kwargs)
         return _open(self._function(*args, **kwargs))
 
     def __deepcopy__(self, memo: Any) -> EquinoxFunction:
-        return EquinoxFunction(copy.deepcopy(self._fn, memo), self._keywords)
+        return EquinoxFunction(copy.deepcopy(self._fn, memo), self._options)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else functools.partial(self, instance)
@@ -101,13 +102,13 @@ class EquinoxFunction:
     def latest(self) -> api.AnyExecutable | None:
         return self._function.latest
 
-    @compat.face
+    @compat.api_boundary
     def plan(self, *args: Any, **kwargs: Any) -> api.AnyPlan:
         """The plan of a call. Takes modules of arrays or of `jax.ShapeDtypeStruct`s."""
         args, kwargs = self._closed(args, kwargs)
         return _without_constants(self._function.plan(*args, **kwargs))
 
-    @compat.face
+    @compat.api_boundary
     def compile(self, *args: Any, **kwargs: Any) -> EquinoxCompiled:
         """Plan and compile a call without running it."""
         args, kwargs = self._closed(args, kwargs)
@@ -128,7 +129,7 @@ class EquinoxCompiled:
     def __repr__(self) -> str:
         return f"Equinox{self._compiled!r}"
 
-    @compat.face
+    @compat.api_boundary
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = self._function._closed(args, kwargs)  # pyright: ignore[reportPrivateUsage]
         return _open(self._compiled(*args, **kwargs))
@@ -137,11 +138,11 @@ class EquinoxCompiled:
         return getattr(self._compiled, name)
 
 
-@compat.face
+@compat.api_boundary
 def function(  # noqa: PLR0913  # a public face
     fn: Callable[..., Any] | None = None,
     *unnamed: Never,
-    mesh: AnyMesh | api.Unsaid | None = api.UNSAID,
+    mesh: AnyMesh | Unsaid | None = UNSAID,
     in_placements: Any = AUTO,
     out_placements: Any = AUTO,
     donate_argnames: str | Sequence[str] = (),
@@ -173,21 +174,11 @@ def function(  # noqa: PLR0913  # a public face
     Raises:
       ArgumentError: a name is not an argument of `fn`; in a call, a leaf that is not an array is not hashable.
     """
-
-    api.refuse_unknown("shardc.equinox.function", (fn, *unnamed), unknown, function)
-
-    @compat.face
-    def decorate(fn: Callable[..., Any]) -> Any:
-        api.refuse_no_function("shardc.equinox.function", fn)
-        keywords = {
-            "mesh": mesh, "in_placements": in_placements, "out_placements": out_placements,
-            "donate_argnames": donate_argnames, "static_argnames": static_argnames, "pipeline": pipeline,
-            "plan": plan, "replicate": replicate, "forbid": forbid, "offload": offload,
-        }  # fmt: skip
-        made = EquinoxFunction(fn, keywords)
-        return fn if api.is_one_device(mesh, pipeline) else made
-
-    return decorate if fn is None else decorate(fn)
+    options = Options(
+        mesh, in_placements, out_placements, donate_argnames, static_argnames, pipeline, plan, replicate, forbid,
+        offload,
+    )  # fmt: skip
+    return decorated(function, (fn, *unnamed), unknown, options, EquinoxFunction)
 
 
 def _without_constants(plan: AnyPlanT) -> AnyPlanT:

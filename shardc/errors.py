@@ -169,6 +169,12 @@ def did_you_mean(word: str, words: Iterable[str]) -> str:
     return f' Did you mean "{near[0]}"?' if near else ""
 
 
+def number_text(count: int, noun: str) -> str:
+    """`1 array`, `2 arrays`, `0 matches`, `3 boundaries`."""
+    stem, end = (noun[:-1], "ies") if noun.endswith("ry") else (noun, "es" if noun.endswith(("s", "ch")) else "s")
+    return f"{count} {noun if count == 1 else stem + end}"
+
+
 def all_offenders(head: str, offenders: Sequence[str]) -> str:
     """One message for all offenders: `head`, then one indented line (or block) for each."""
     blocks = ["  " + o.replace("\n", "\n  ") for o in offenders]

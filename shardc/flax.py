@@ -11,6 +11,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from os import PathLike
 from typing import Any, Final, Never, TypeAlias
 
@@ -20,11 +21,12 @@ from flax.core import spmd
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from shardc import api, compat
+from shardc.calls.options import UNSAID, Options, Unsaid, decorated, words
 from shardc.dataflow.round import traced_round
 from shardc.errors import ArgumentError, all_offenders
 from shardc.machine.mesh import AnyMesh, view
 from shardc.passes.trace.constants import has_hash, snapshot_of
-from shardc.passes.trace.microbatches import OPENERS
+from shardc.passes.trace.microbatches import OPENERS, holds_nnx
 from shardc.passes.trace.pins import is_leaf_spec
 from shardc.passes.trace.trace import is_array, is_nnx, leaves_by_path, path_text, where_of
 from shardc.pipeline.options import Pipeline
@@ -101,9 +103,9 @@ def _spec(x: Any, rules: LogicalRules | None) -> PartitionSpec | None:
 class FlaxFunction:
     """A function with nnx modules as arguments, which runs on a mesh and may write to them. Made by `function`."""
 
-    def __init__(self, fn: Callable[..., Any], mesh: Any, in_placements: Any, keywords: Mapping[str, Any]) -> None:
+    def __init__(self, fn: Callable[..., Any], options: Options) -> None:
         functools.update_wrapper(self, fn)
-        self._fn, self._mesh, self._in_placements, self._keywords = fn, mesh, in_placements, keywords
+        self._fn, self._options = fn, options
         self._signature = inspect.signature(fn)
         kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
         if many := [str(p) for p in self._signature.parameters.values() if p.kind in kinds]:
@@ -112,18 +114,18 @@ class FlaxFunction:
                 "a name."
             )
         self._made: dict[Any, api.Function] = {}
-        api.function(self._of_arrays(()), mesh=mesh, in_placements=in_placements, **keywords)  # refuses wrong names
+        api.function_of(self._of_arrays(()), options)  # refuses wrong names
 
     def __repr__(self) -> str:
-        on = f" on {view(self._mesh)}" if isinstance(self._mesh, Mesh | AbstractMesh) else ""
+        on = f" on {view(self._options.mesh)}" if isinstance(self._options.mesh, Mesh | AbstractMesh) else ""
         return f"FlaxFunction({where_of(self._fn)}{on})"
 
-    @compat.face
+    @compat.api_boundary
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._run(lambda function, values: function(**values), args, kwargs)
 
     def __deepcopy__(self, memo: Any) -> FlaxFunction:
-        return FlaxFunction(copy.deepcopy(self._fn, memo), self._mesh, self._in_placements, self._keywords)
+        return FlaxFunction(copy.deepcopy(self._fn, memo), self._options)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else functools.partial(self, instance)
@@ -133,13 +135,13 @@ class FlaxFunction:
         """The executable of the modules' structure that was met last; None before the first call."""
         return next(reversed(self._made.values())).latest if self._made else None
 
-    @compat.face
+    @compat.api_boundary
     def plan(self, *args: Any, **kwargs: Any) -> api.AnyPlan:
         """The plan of a call; nothing runs and nothing is written."""
         with nnx.update_context(_TAG):
             return self._open(lambda function, values: function.plan(**values), args, kwargs)
 
-    @compat.face
+    @compat.api_boundary
     def compile(self, *args: Any, **kwargs: Any) -> FlaxCompiled:
         """Plan and compile a call without running it."""
         with nnx.update_context(_TAG):
@@ -158,8 +160,8 @@ class FlaxFunction:
         bound = self._signature.bind(*args, **kwargs)
         given = set(bound.arguments)
         bound.apply_defaults()
-        values = {n: v for n, v in bound.arguments.items() if n in given or _has_nnx(v)}
-        nodes = {n: v for n, v in values.items() if _has_nnx(v)}
+        values = {n: v for n, v in bound.arguments.items() if n in given or holds_nnx(v)}
+        nodes = {n: v for n, v in values.items() if holds_nnx(v)}
         _refuse_lost_modules(where_of(self._fn), nodes)
         with nnx.split_context(_TAG) as context:
             split, state = context.split(nodes)
@@ -173,14 +175,13 @@ class FlaxFunction:
         """The function of arrays for modules with this structure and these annotations."""
         key = (graph, tuple(spmd.get_logical_axis_rules()))
         if key not in self._made:
-            self._made[key] = api.function(
-                self._of_arrays(tuple(states)), mesh=self._mesh, in_placements=self._places(states), **self._keywords
-            )
+            options = replace(self._options, in_placements=self._places(states))
+            self._made[key] = api.function_of(self._of_arrays(tuple(states)), options)
         return self._made[key]
 
     def _places(self, states: Mapping[str, Any]) -> Any:
         """`in_placements`, completed with the metadata of modules that it does not place."""
-        given, names = self._in_placements, list(self._signature.parameters)
+        given, names = self._options.in_placements, list(self._signature.parameters)
         if isinstance(given, tuple | list) and not is_leaf_spec(given):
             if len(given) > len(names):
                 raise ArgumentError(f"in_placements: {len(given)} for {len(names)} arguments ({', '.join(names)}).")
@@ -202,7 +203,7 @@ class FlaxFunction:
             bound = signature.bind_partial()
             bound.arguments.update({**values, **nodes})
             out = fn(*bound.args, **bound.kwargs)
-            written, out = ({**nodes, _RESULT: out}, None) if _has_nnx(out) else (nodes, out)
+            written, out = ({**nodes, _RESULT: out}, None) if holds_nnx(out) else (nodes, out)
             with nnx.split_context(_TAG) as context:
                 graph, state = context.split(written)
             return {n: nnx.as_pure(state[n]) for n in written if n in state}, graph, out
@@ -241,10 +242,6 @@ _GRAPH: Final = "nnx_graph"
 _RESULT: Final = "nnx_result"
 
 
-def _has_nnx(tree: Any) -> bool:
-    return any(map(is_nnx, jax.tree.leaves(tree, is_leaf=is_nnx)))
-
-
 def _refuse_lost_modules(name: str, nodes: Mapping[str, Any]) -> None:
     """Raise if a flow's round calls a function with modules that no round hands on: what is written to them is lost.
 
@@ -272,7 +269,7 @@ class FlaxCompiled:
     def __repr__(self) -> str:
         return f"Flax{self._compiled!r}"
 
-    @compat.face
+    @compat.api_boundary
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._function._run(lambda _, values: self._compiled(**values), args, kwargs)  # pyright: ignore[reportPrivateUsage]
 
@@ -280,11 +277,11 @@ class FlaxCompiled:
         return getattr(self._compiled, name)
 
 
-@compat.face
+@compat.api_boundary
 def function(  # noqa: PLR0913  # a public face
     fn: Callable[..., Any] | None = None,
     *unnamed: Never,
-    mesh: AnyMesh | api.Unsaid | None = api.UNSAID,
+    mesh: AnyMesh | Unsaid | None = UNSAID,
     in_placements: Any = AUTO,
     out_placements: Any = AUTO,
     donate_argnames: str | Sequence[str] = (),
@@ -320,27 +317,11 @@ def function(  # noqa: PLR0913  # a public face
     Raises:
       ArgumentError: `fn` takes `*args` or `**kwargs`, or a name is not one of its arguments.
     """
-
-    api.refuse_unknown("shardc.flax.function", (fn, *unnamed), unknown, function)
-
-    @compat.face
-    def decorate(fn: Callable[..., Any]) -> Any:
-        api.refuse_no_function("shardc.flax.function", fn)
-        static = (static_argnames,) if isinstance(static_argnames, str) else tuple(static_argnames)
-        keywords = {
-            "out_placements": (AUTO, AUTO, out_placements),
-            "donate_argnames": donate_argnames,
-            "static_argnames": (*static, _GRAPH),
-            "pipeline": pipeline,
-            "plan": plan,
-            "replicate": replicate,
-            "forbid": forbid,
-            "offload": offload,
-        }
-        made = FlaxFunction(fn, mesh, in_placements, keywords)
-        return fn if api.is_one_device(mesh, pipeline) else made
-
-    return decorate if fn is None else decorate(fn)
+    options = Options(
+        mesh, in_placements, (AUTO, AUTO, out_placements), donate_argnames, (*words(static_argnames), _GRAPH), pipeline,
+        plan, replicate, forbid, offload,
+    )  # fmt: skip
+    return decorated(function, (fn, *unnamed), unknown, options, FlaxFunction)
 
 
 class _OpenedModules:
@@ -379,7 +360,7 @@ class _OpenedModules:
 
 
 def _open_modules(where: str, nodes: Mapping[str, Any]) -> _OpenedModules | None:
-    return _OpenedModules(where, dict(nodes)) if _has_nnx(nodes) else None
+    return _OpenedModules(where, dict(nodes)) if holds_nnx(nodes) else None
 
 
 OPENERS.append(_open_modules)

@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, Mesh
 from shardc import compat
 from shardc.api import function
 from shardc.arrays.gone import refuse_gone
-from shardc.calls.watch import tell_called, tell_made
+from shardc.calls.watch import notify_called, notify_made
 from shardc.dataflow.chart import flow_chart
 from shardc.dataflow.explain import flow_sections
 from shardc.dataflow.host import Host, checked_host
@@ -120,14 +120,14 @@ class Flow:
         self._has_item = len(parameters) == 2
         self._plans: dict[Any, FlowPlan] = {}
         self._runs: dict[int, FlowRun] = {}
-        tell_made(self)
+        notify_made(self)
 
     def __repr__(self) -> str:
         return f"Flow({self.where})"
 
     # -- plan
 
-    @compat.face
+    @compat.api_boundary
     def plan(self, state: Any, item: Any = None) -> FlowPlan:
         """The plan of a flow. Takes arrays or `jax.ShapeDtypeStruct`s; needs no devices.
 
@@ -144,7 +144,7 @@ class Flow:
             )
         self._check_arrays("state", state)
         self._check_arrays("item", item)
-        tell_called(self, state, item)
+        notify_called(self, state, item)
         return self.plan_of(state, item)
 
     def plan_of(self, state: Any, item: Any) -> FlowPlan:
@@ -185,7 +185,7 @@ class Flow:
 
     # -- runs
 
-    @compat.face
+    @compat.api_boundary
     def __call__(self, state: Any, item: Any = None) -> tuple[Any, Any]:
         """One round: the new state, and what the round gave. In another flow's round it is a part of that one."""
         if traced_round() is not None:
@@ -193,7 +193,7 @@ class Flow:
         state, given = self.run(state, [item] if self._has_item else None, rounds=1)
         return state, given[0]
 
-    @compat.face
+    @compat.api_boundary
     def run(
         self, state: Any, inputs: Iterable[Any] | None = None, *, rounds: int | None = None,
         pending: Mapping[str, Any] | None = None, record: bool = False,
@@ -332,7 +332,7 @@ def _key_of_leaf(x: Any) -> Any:
     return ((a := aval_of(x)).shape, a.dtype) if is_array(x) else key_of(x)
 
 
-@compat.face
+@compat.api_boundary
 def flow(fn: Callable[..., Any] | None = None, *, credits: int = 2) -> Any:
     """Make a dataflow of a function of one round.
 
@@ -371,7 +371,7 @@ def flow(fn: Callable[..., Any] | None = None, *, credits: int = 2) -> Any:
     return functools.partial(Flow, credits=credits) if fn is None else Flow(fn, credits)
 
 
-@compat.face
+@compat.api_boundary
 def host(  # noqa: PLR0913  # a public face
     fn: Callable[..., Any] | None = None, *, gives: Any = None, copies: int | None = None, where: str = "thread",
     process: int | None = None, credits: int | None = None, deadline: float | None = None, seconds: float | None = None,
@@ -415,7 +415,7 @@ def host(  # noqa: PLR0913  # a public face
     return checked_host(fn, gives, copies, where, process, credits, deadline, seconds)
 
 
-@compat.face
+@compat.api_boundary
 def shared(state: Any, *, on: AnyMesh) -> Shared:
     """A state at one place that the calls of a round change as they come, each change exactly once: a parameter server.
 
@@ -441,7 +441,7 @@ def shared(state: Any, *, on: AnyMesh) -> Shared:
     return Shared(state, on, wrapped)
 
 
-@compat.face
+@compat.api_boundary
 def late(x: Any, rounds: int, *, first: Any = None) -> Any:
     """The values of some rounds ago: what a bound on staleness is, always the same.
 
@@ -483,7 +483,7 @@ def late(x: Any, rounds: int, *, first: Any = None) -> Any:
     return tree.unflatten(made)
 
 
-@compat.face
+@compat.api_boundary
 def every(rounds: int, fn: Callable[..., Any]) -> Callable[..., Any]:
     """A function that a flow calls only in every so many rounds: in the last of each so many, counted from the first
     round of a run.

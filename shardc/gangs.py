@@ -9,9 +9,9 @@ from typing import Any
 from jax.sharding import Mesh
 
 from shardc import compat
-from shardc.errors import ArgumentError
+from shardc.errors import ArgumentError, number_text
 from shardc.execute.in_turn import wait_for
-from shardc.report.tables import Section, number_text, percent_text, report_text, seconds_text
+from shardc.report.tables import Section, percent_text, report_text, seconds_text
 from shardc.runtime.gang import Client, Scheduler
 
 
@@ -27,7 +27,7 @@ class SharedCallable:
         self._fn: Any = fn
         self.client = client
 
-    @compat.face
+    @compat.api_boundary
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if hasattr(self._fn, "plan"):  # each of its programs takes a turn as it is launched, once it is compiled
             with self.client.calling():
@@ -84,7 +84,7 @@ class Gang(Scheduler):
       (2.0, ['train'])
     """
 
-    @compat.face
+    @compat.api_boundary
     def share(
         self, fn: Callable[..., Any], weight: float = 1, *, name: str | None = None, seconds: float | None = None
     ) -> SharedCallable:

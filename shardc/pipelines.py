@@ -39,7 +39,7 @@ class PipelinePlan(PlanFace, Drawn, MpmdPlan):
       squeezed: the ranks without memory for as many registers as the fastest call takes.
     """
 
-    @compat.face
+    @compat.api_boundary
     def with_schedule(self, schedule: Any) -> PipelinePlan:
         """This plan with its tasks in another order. Nothing is cut or placed anew.
 
@@ -94,7 +94,7 @@ class CompiledPipeline(CompiledCall[PipelineExecutable, "PipelinePlan"], Drawn):
         """
         raise PipelineError(f"{self.plan.program.name} is a pipeline; check the function without pipeline=.")
 
-    @compat.face
+    @compat.api_boundary
     def measure(self, *args: Any, **kwargs: Any) -> Any:
         """A call of a pipeline that waits for every task, so that `trace`, `draw` and `timeline` show what devices did.
 
@@ -123,7 +123,7 @@ class CompiledPipeline(CompiledCall[PipelineExecutable, "PipelinePlan"], Drawn):
         """
         return self.executable.chart()
 
-    @compat.face
+    @compat.api_boundary
     def with_schedule(self, schedule: Any) -> CompiledPipeline:
         """This pipeline under another schedule. Nothing is placed or compiled again.
 

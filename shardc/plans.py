@@ -77,7 +77,7 @@ class PlanFace:
 
         return tuple(Counterfactual(part) for _, part in self._plan.parts)
 
-    @compat.face
+    @compat.api_boundary
     def diff(self, other: PlanView, *, width: int | None = None) -> str:
         """The differences to another plan of the same function, as text: placements of arguments and results,
         collectives, time, memory. Plans of different functions are compared by paths; `width` is as in `explain`."""
@@ -87,7 +87,7 @@ class PlanFace:
             raise ArgumentError(f"plan.diff wants a plan of step.plan(...), got {other!r}.")
         return diff(self._plan, other, width)
 
-    @compat.face
+    @compat.api_boundary
     def explain(
         self, why: str | None = None, *, pins: bool = False, after: str | None = None, width: int | None = None
     ) -> str:

@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from shardc import compat
 from shardc.arrays.placed import has_every_piece, in_bytes, is_placed, on_host
 from shardc.sbp.layout import to_logical
+from shardc.sbp.signature import is_extended
 
 
 def values(tree: Any) -> Any:
@@ -21,7 +22,7 @@ def values(tree: Any) -> Any:
     leaves, structure = jax.tree.flatten(tree, is_leaf=is_placed)
     leaves = _gathered(leaves)
     for x in leaves:
-        if isinstance(x, jax.Array) and not _is_key(x) and x.is_fully_addressable:
+        if isinstance(x, jax.Array) and not is_extended(x.dtype) and x.is_fully_addressable:
             x.copy_to_host_async()  # start all copies before waiting for the first
     return jax.tree.unflatten(structure, [_value(x) for x in leaves])
 
@@ -51,7 +52,7 @@ class _Whole:
         x, words = self.like, self.words
         if is_placed(x):
             words = to_logical(words, (*x.shape, *words.shape[x.physical.ndim :]), x.placement, dict(x.mesh.shape))
-        return _keys(words, x) if _is_key(x) else words
+        return _keys(words, x) if is_extended(x.dtype) else words
 
 
 def _is_here(x: jax.Array) -> bool:
@@ -71,14 +72,19 @@ def _gatherer(mesh: Mesh) -> Any:
     return jax.jit(lambda xs: list(map(in_bytes, xs)), out_shardings=NamedSharding(mesh, PartitionSpec()))
 
 
+def words(x: jax.Array) -> jax.Array:
+    """The numbers that hold an array: of random keys their key data."""
+    return jax.random.key_data(x) if is_extended(x.dtype) else x
+
+
+def of_words(x: Any, dtype: Any) -> Any:
+    """The array of this dtype that these numbers hold: the inverse of `words`."""
+    return compat.keys_of_words(jax.numpy.asarray(x), dtype) if is_extended(dtype) else x
+
+
 def _words(x: Any) -> jax.Array:
     """The array that holds the pieces; of keys their words."""
-    physical = x.physical if is_placed(x) else x
-    return jax.random.key_data(physical) if _is_key(physical) else physical
-
-
-def _is_key(x: Any) -> bool:
-    return jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return words(x.physical if is_placed(x) else x)
 
 
 def _keys(words: np.ndarray[Any, Any], like: Any) -> jax.Array:
@@ -91,5 +97,5 @@ def _value(x: Any) -> Any:
     if not isinstance(x, jax.Array):
         return x
     if is_placed(x):
-        return x.read() if _is_key(x) else np.asarray(x)
-    return _keys(on_host(jax.random.key_data(x)), x) if _is_key(x) else on_host(x)
+        return x.read() if is_extended(x.dtype) else np.asarray(x)
+    return _keys(on_host(jax.random.key_data(x)), x) if is_extended(x.dtype) else on_host(x)

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from shardc import compat
-from shardc.arrays.far import FarArray
+from shardc.arrays.remote import RemoteArray
 from shardc.errors import ArgumentError, all_offenders
 
 
@@ -25,4 +25,4 @@ def refuse_gone(what: str, arrays: Iterable[tuple[str, Any]]) -> None:
 
 
 def _is_gone(x: Any) -> bool:
-    return isinstance(x, jax.Array) and not isinstance(x, FarArray | compat.Tracer) and x.is_deleted()
+    return isinstance(x, jax.Array) and not isinstance(x, RemoteArray | compat.Tracer) and x.is_deleted()

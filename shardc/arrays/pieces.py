@@ -15,6 +15,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from shardc.arrays.fetch import words
 from shardc.machine.devices import process_of
 from shardc.runtime.transport.link import Packed
 
@@ -49,11 +50,6 @@ def _devices(sharding: NamedSharding) -> list[Any]:
     return mesh.devices.ravel().tolist()
 
 
-def words(x: jax.Array) -> jax.Array:
-    """The numbers that hold an array: of random keys their key data."""
-    return jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended) else x
-
-
 def pack(x: jax.Array, sharding: NamedSharding, wanted: Collection[int]) -> tuple[list[int], list[memoryview]]:
     """Those of the `wanted` pieces of an array that are here: their numbers, and their bytes. Waits for the device."""
     x = words(x)
@@ -78,7 +74,7 @@ def from_bytes(buffer: Any, shape: Sequence[int], dtype: Any) -> np.ndarray[Any,
     return np.frombuffer(buffer, np.uint8).view(dtype).reshape(shape)
 
 
-def put_together(pieces: Mapping[int, Any], sharding: NamedSharding, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+def assemble(pieces: Mapping[int, Any], sharding: NamedSharding, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     """The array of these pieces. `pieces` has at least those of this process."""
     index, _ = piece_numbers(sharding, shape)
     numbers = {at: i for i, at in enumerate(index)}

@@ -25,6 +25,7 @@ from shardc.sbp.layout import (
     to_physical_traced,
 )
 from shardc.sbp.placement import Placement
+from shardc.sbp.signature import is_extended
 
 
 class PlacedArray(jax.Array):
@@ -335,7 +336,7 @@ def put_leaf(x: Any, mesh: Mesh, placement: Placement) -> jax.Array | PlacedArra
     elif plain:
         physical = put_whole(as_jax(x), sharding)
     else:
-        keys = jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) if hasattr(x, "dtype") else False
+        keys = is_extended(x.dtype) if hasattr(x, "dtype") else False
         host = to_physical(narrow(np.asarray(jax.random.key_data(x) if keys else x)), placement, sizes)
         physical = put_whole(host, sharding)
         physical = jax.random.wrap_key_data(physical, impl=jax.random.key_impl(x)) if keys else physical
@@ -350,7 +351,7 @@ def put_whole(x: Any, sharding: NamedSharding) -> jax.Array:
     if lies_here(x) is False:
         return _moved(x, Placement(), sharding)
     aval = compat.aval_of(x)
-    if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key):
+    if is_extended(aval.dtype):
         words = put_whole(np.asarray(jax.random.key_data(x)), sharding)
         return jax.random.wrap_key_data(words, impl=jax.random.key_impl(x))
     host = np.asarray(x, aval.dtype)
@@ -397,7 +398,7 @@ def _mover(shape: tuple[int, ...], old: tuple[Placement, Mesh] | None, new: Plac
     at = jax.lax.with_sharding_constraint
 
     def move(x: Any) -> Any:
-        keys = jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+        keys = is_extended(x.dtype)
         made = jax.random.key_data(x) if keys else in_bytes(x)
         if not plain:
             value = at(made, whole)

@@ -9,8 +9,8 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from shardc.arrays.far import FarArray
 from shardc.arrays.placed import PlacedArray, StackedArray
+from shardc.arrays.remote import RemoteArray
 from shardc.calls.wrong_devices import wrong_devices_text
 from shardc.errors import ArgumentError
 from shardc.machine.mesh import AnyMesh, MeshView
@@ -83,7 +83,7 @@ def _arrival_in(x: Any, mesh: AnyMesh, meshes: Sequence[AnyMesh]) -> Placement |
     """The placement of an array of a pipeline: on one rank's mesh, or on the whole mesh."""
     if isinstance(x, StackedArray):
         return x.placement if x.mesh in meshes else None
-    if isinstance(x, FarArray):
+    if isinstance(x, RemoteArray):
         return x.placement if x.mesh in meshes else ELSEWHERE
     devices = set(x.sharding.device_set) if isinstance(x, jax.Array) else set[Any]()
     for m in meshes:

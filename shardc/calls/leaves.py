@@ -31,7 +31,7 @@ def abstract(x: Any) -> Any:
 
 def on_one_device(x: Any) -> Any:
     """An array of several devices, as JAX puts it on one."""
-    if not isinstance(x, jax.Array) or compat.is_tracer(x):
+    if not isinstance(x, jax.Array) or isinstance(x, compat.Tracer):
         return x
     if not is_placed(x) and len(x.sharding.device_set) == 1:
         return x

@@ -10,19 +10,19 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from shardc import compat
-from shardc.arrays.far import put_far
 from shardc.arrays.fetch import values
 from shardc.arrays.gone import refuse_gone
-from shardc.arrays.own_part import own_part
 from shardc.arrays.placed import is_placed
 from shardc.arrays.placed import put as put_tree
+from shardc.arrays.process_rows import process_rows
+from shardc.arrays.remote import put_remote
+from shardc.calls.given_rows import GivenRows, put_rows
 from shardc.calls.leaves import leaf_of
-from shardc.calls.parts import GivenPart, put_parts
 from shardc.errors import ArgumentError, PlacementError, all_offenders, did_you_mean
-from shardc.execute.far_values import bring
 from shardc.execute.process_group import group_of_mesh, settle_all, value_facts
+from shardc.execute.remote_values import bring
 from shardc.ir.constrain import constrain_p
-from shardc.machine.devices import is_far
+from shardc.machine.devices import is_remote
 from shardc.machine.mesh import AnyMesh, view
 from shardc.passes.trace.pins import Leaf, Pins, code_text
 from shardc.passes.trace.trace import is_array, leaves_by_path, path_text
@@ -31,14 +31,14 @@ from shardc.sbp.placement import AUTO, Auto, Pin, Placement, S, as_sbp
 T = TypeVar("T")
 
 
-@compat.face
+@compat.api_boundary
 def put(tree: Any, mesh: AnyMesh, placements: Any, *, here: bool = False) -> Any:
     """Puts the arrays of a pytree on a mesh.
 
     On a mesh of several processes all of them make the same call. Each gives the whole values, which have to be equal
     (a difference is an error of the next call), and takes the pieces of its devices: nothing is sent. With `here=True`
     each gives its own rows. On a mesh of another JAX runtime (`--islands`) the arrays are put by the processes of that
-    one; here they become `FarArray`s.
+    one; here they become `RemoteArray`s.
 
     Args:
       tree: pytree of arrays; leaves that are no arrays are left as they are.
@@ -67,8 +67,8 @@ def put(tree: Any, mesh: AnyMesh, placements: Any, *, here: bool = False) -> Any
     paths, leaves = [path_text(path) for path, _ in pairs], [x for _, x in pairs]
     refuse_gone("shardc.put: arrays that are gone", zip(paths, leaves, strict=True))
     placed = _placements(placements, structure, paths, list(map(leaf_of, paths, paths, leaves)), mesh)
-    if isinstance(mesh, Mesh) and is_far(mesh.devices.flat):
-        return jax.tree.unflatten(structure, [put_far(x, mesh, p) for x, p in zip(leaves, placed, strict=True)])
+    if isinstance(mesh, Mesh) and is_remote(mesh.devices.flat):
+        return jax.tree.unflatten(structure, [put_remote(x, mesh, p) for x, p in zip(leaves, placed, strict=True)])
     group = group_of_mesh(mesh) if isinstance(mesh, Mesh) else None
     if group is None or not isinstance(mesh, Mesh):
         return put_tree(tree, mesh, jax.tree.unflatten(structure, placed))
@@ -76,8 +76,8 @@ def put(tree: Any, mesh: AnyMesh, placements: Any, *, here: bool = False) -> Any
     if not here:
         group.compare("shardc.put", value_facts([paths[i] for i in chosen], [leaves[i] for i in chosen]))
         return put_tree(tree, mesh, jax.tree.unflatten(structure, placed))
-    parts = [GivenPart(paths[i], leaves[i], p) for i in chosen if (p := placed[i]) is not None]
-    made = put_parts(parts, mesh, group)
+    parts = [GivenRows(paths[i], leaves[i], p) for i in chosen if (p := placed[i]) is not None]
+    made = put_rows(parts, mesh, group)
     whole = dict(zip(chosen, made, strict=True))
     leaves = [whole.get(i, x) for i, x in enumerate(leaves)]
     if placed != _placements(placements, structure, paths, list(map(leaf_of, paths, paths, leaves)), mesh):
@@ -100,7 +100,7 @@ def _placements(
     return [None if pin is None else pin.placement.without(seen.idle) for pin in pins.pins]
 
 
-@compat.face
+@compat.api_boundary
 def rows_here(shape: Sequence[int], mesh: Mesh, placement: Any) -> tuple[slice, ...]:
     """The part of an array that this process holds, as an index: what a loader has to read for `put(..., here=True)`.
 
@@ -126,7 +126,7 @@ def rows_here(shape: Sequence[int], mesh: Mesh, placement: Any) -> tuple[slice, 
     if unknown := [a for a in wanted if a not in mesh.shape]:
         axes, near = ", ".join(mesh.shape), did_you_mean(unknown[0], mesh.shape)
         raise PlacementError(f"shardc.rows_here: the mesh has no axis {unknown[0]!r}; its axes are {axes}.{near}")
-    found = own_part(mesh, wanted, len(shape), jax.process_index()).slices(shape)
+    found = process_rows(mesh, wanted, len(shape), jax.process_index()).slices(shape)
     if found is None:
         raise ArgumentError(
             f"shardc.rows_here: at {wanted} process {jax.process_index()} holds several pieces of an array of shape "
@@ -136,7 +136,7 @@ def rows_here(shape: Sequence[int], mesh: Mesh, placement: Any) -> tuple[slice, 
     return found
 
 
-@compat.face
+@compat.api_boundary
 def fetch(tree: Any) -> Any:
     """The values of a pytree's arrays on the host, wherever they live: on a mesh, or on the stages of a pipeline.
 
@@ -164,7 +164,7 @@ def fetch(tree: Any) -> Any:
     return values(jax.tree.unflatten(structure, bring(leaves)))
 
 
-@compat.face
+@compat.api_boundary
 def constrain(x: T, placement: Any) -> T:
     """Pins a value inside a function: the identity, with a placement that the plan keeps.
 

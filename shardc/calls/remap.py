@@ -9,8 +9,8 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
-from shardc.arrays.far import FarArray
 from shardc.arrays.placed import PlacedArray, StackedArray, is_placed
+from shardc.arrays.remote import RemoteArray
 from shardc.errors import ClusterError, MeshError, PipelineError
 from shardc.execute.stage_codec import StageEdge
 from shardc.execute.stage_io import StageArray
@@ -98,10 +98,10 @@ class Move:
         if givers == takers and len(givers) == 1:  # nobody sends
             here = givers == [me()]
             x = jax.device_put(x.physical if is_placed(x) else x, to.sharding) if here else x
-            return to.leave(x) if here else FarArray(aval, to.placement, self.new)
+            return to.leave(x) if here else RemoteArray(aval, to.placement, self.new)
         edge = StageEdge(StageArray(tuple(aval.shape), placement, self.old), to, aval)
         pieces = self._exchange(x, edge, givers, takers)
-        return to.leave(edge.enter(pieces)) if me() in takers else FarArray(aval, to.placement, self.new)
+        return to.leave(edge.enter(pieces)) if me() in takers else RemoteArray(aval, to.placement, self.new)
 
     def _exchange(self, x: Any, edge: StageEdge, givers: Sequence[int], takers: Sequence[int]) -> dict[int, Any]:
         """Send the pieces of an array to the processes that need them, and collect those for this one."""
@@ -111,7 +111,7 @@ class Move:
         tag = f"remap {cluster.count('remap')}"
         found: dict[int, Any] = {}
         if me() in givers:
-            assert not isinstance(x, FarArray)
+            assert not isinstance(x, RemoteArray)
             for peer in takers:
                 numbers, buffers = edge.pack(x.physical if isinstance(x, PlacedArray) else x, peer)
                 if peer == me():

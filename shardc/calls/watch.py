@@ -18,11 +18,11 @@ class Watcher(Protocol):
 WATCHERS: Final[list[Watcher]] = []
 
 
-def tell_made(function: Any) -> None:
+def notify_made(function: Any) -> None:
     for watcher in WATCHERS:
         watcher.made(function)
 
 
-def tell_called(function: Any, *call: Any) -> None:
+def notify_called(function: Any, *call: Any) -> None:
     for watcher in WATCHERS:
         watcher.called(function, *call)

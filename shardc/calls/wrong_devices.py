@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from shardc.arrays.placed import PlacedArray, StackedArray, leaf_aval
 from shardc.errors import all_offenders
-from shardc.machine.devices import is_far, processes_of
+from shardc.machine.devices import is_remote, processes_of
 from shardc.machine.mesh import MeshView
 from shardc.report.tables import MOST, fold_leaves, mesh_text, numbers_text
 
@@ -24,7 +24,7 @@ def _place_text(x: Any) -> str:
     else:
         mesh = mesh_text(x.sharding.mesh) if isinstance(x.sharding, NamedSharding) else ""
         devices = x.sharding.device_set
-    if is_far(devices):
+    if is_remote(devices):
         where = f"in process {numbers_text(processes_of(devices))}"
     else:
         where = f"on device{'s' if len(devices) > 1 else ''} {numbers_text(d.id for d in devices)}"

@@ -19,7 +19,7 @@ import jax
 from shardc import compat
 from shardc.arrays.gone import refuse_gone
 from shardc.calls.placing import put
-from shardc.checkpoint.leaves import blocks_of, check_owned, check_savable, described, encode, is_far, named_leaves
+from shardc.checkpoint.leaves import blocks_of, check_owned, check_savable, described, encode, is_remote, named_leaves
 from shardc.checkpoint.manifest import DamagedError, Manifest, StoredLeaf, files_of, write_manifest
 from shardc.checkpoint.orbax import Writer, module
 from shardc.checkpoint.process_group import ClusterPeers, Group, group_of
@@ -63,7 +63,7 @@ APPEARS: Final = 10.0
 """Seconds after which a file that one host has written is expected on the others."""
 
 
-@compat.face
+@compat.api_boundary
 def checkpoints(
     directory: str | PathLike[str], *, every: int = 1, keep: int = 2, plan: Any = None, mode: int = 0o700
 ) -> Checkpoints:
@@ -140,7 +140,7 @@ class Checkpoints:
 
     # -- the loop
 
-    @compat.face
+    @compat.api_boundary
     def __enter__(self) -> Checkpoints:
         if self._writer is not None:
             raise ArgumentError(f"shardc.checkpoints: {self.directory} is in use: enter it once.")
@@ -161,7 +161,7 @@ class Checkpoints:
         finally:
             writer.close()
 
-    @compat.face
+    @compat.api_boundary
     def last(self, or_else: Any, *, mesh: Any = None, placements: Any = None) -> tuple[Any, int]:
         """The state of the last step that all processes have.
 
@@ -199,7 +199,7 @@ class Checkpoints:
         self._check_alive(state)
         return (state if placements is None else put(state, mesh, placements)), 0
 
-    @compat.face
+    @compat.api_boundary
     def step(self, step: int, state: Any, *, loss: Any = None, tokens: float | None = None) -> None:
         """Say that a step is done; its state is written if `every` divides `step + 1`.
 
@@ -234,7 +234,7 @@ class Checkpoints:
         if (step + 1) % self.every == 0:
             self._write(writer, step, state)
 
-    @compat.face
+    @compat.api_boundary
     def run(
         self, one_step: Callable[[int, Any], Any], init: Any, *, steps: int, mesh: Any = None, placements: Any = None
     ) -> Any:
@@ -347,7 +347,7 @@ class Checkpoints:
     def _check_alive(self, state: Any) -> None:
         """Raise CheckpointError if the first state was donated: it is needed again if a peer is lost early."""
         gone = [
-            path for path, x in named_leaves(state) if isinstance(x, jax.Array) and not is_far(x) and x.is_deleted()
+            path for path, x in named_leaves(state) if isinstance(x, jax.Array) and not is_remote(x) and x.is_deleted()
         ]
         if gone:
             head = (

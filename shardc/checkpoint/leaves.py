@@ -9,36 +9,32 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from shardc.arrays.far import Arrival, FarArray
 from shardc.arrays.placed import PlacedArray, StackedArray, is_placed
+from shardc.arrays.remote import Arrival, RemoteArray
 from shardc.checkpoint.manifest import VALUES, RowBlock, StoredLeaf
 from shardc.errors import CheckpointError, all_offenders
 from shardc.machine.devices import processes_of
 from shardc.passes.trace.trace import leaves_by_path, path_text
 from shardc.runtime.calls import processes_text
 from shardc.sbp.layout import bits_of
+from shardc.sbp.signature import is_extended
 
 ARRAYS: Final = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
 
 
-def is_far(x: object) -> bool:
+def is_remote(x: object) -> bool:
     """Whether a leaf is an array that lives in another island, which writes it."""
-    return isinstance(x, FarArray)
+    return isinstance(x, RemoteArray)
 
 
 def arrives(x: Any) -> bool:
     """Whether an array lives in another island and its value, which is small, is sent to this one."""
-    return isinstance(x, FarArray) and x.arriving is not None
+    return isinstance(x, RemoteArray) and x.arriving is not None
 
 
-def arrived(x: FarArray, value: NDArray[Any]) -> FarArray:
+def arrived(x: RemoteArray, value: NDArray[Any]) -> RemoteArray:
     """A copy of the remote array with the value that this island has received."""
-    return FarArray(x.aval, x.placement, x.mesh, Arrival(lambda: value))
-
-
-def is_key(dtype: Any) -> bool:
-    """Whether a dtype is that of random keys."""
-    return jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
+    return RemoteArray(x.aval, x.placement, x.mesh, Arrival(lambda: value))
 
 
 def named_leaves(tree: Any) -> list[tuple[str, Any]]:
@@ -69,7 +65,7 @@ def value_of(leaf: StoredLeaf) -> Any:
 
 
 def dtype_text(dtype: Any) -> str:
-    return str(dtype if is_key(dtype) else np.dtype(dtype).newbyteorder("="))
+    return str(dtype if is_extended(dtype) else np.dtype(dtype).newbyteorder("="))
 
 
 def check_savable(pairs: Sequence[tuple[str, Any]]) -> None:
@@ -89,7 +85,7 @@ def check_owned(pairs: Sequence[tuple[str, Any]], island: Collection[int]) -> No
       island: the processes that share this one's JAX runtime.
     """
     found = [(path, part) for path, x in pairs for part in (x.pieces if isinstance(x, StackedArray) else [x])]
-    homes = {path: processes_of(x.mesh.devices.flat) for path, x in found if isinstance(x, FarArray)}
+    homes = {path: processes_of(x.mesh.devices.flat) for path, x in found if isinstance(x, RemoteArray)}
     wrong = [f"{path}: in {processes_text(home)}" for path, home in homes.items() if set(home) & set(island)]
     if wrong:
         head = (
@@ -101,7 +97,7 @@ def check_owned(pairs: Sequence[tuple[str, Any]], island: Collection[int]) -> No
 
 
 def _known(x: Any) -> bool:
-    if is_key(x.dtype):
+    if is_extended(x.dtype):
         return True
     number = jax.dtypes.issubdtype(x.dtype, np.number)
     wide = 16 if jax.dtypes.issubdtype(x.dtype, np.complexfloating) else 8
@@ -114,7 +110,7 @@ def blocks_of(number: int, x: Any) -> list[tuple[RowBlock, Any]]:
     Args:
       number: of the leaf, for names.
     """
-    if not (isinstance(x, ARRAYS) or is_placed(x)) or 0 in x.shape or is_far(x):
+    if not (isinstance(x, ARRAYS) or is_placed(x)) or 0 in x.shape or is_remote(x):
         return []
     if not isinstance(x, StackedArray):
         return [(RowBlock(str(number), 0, x.shape[0] if x.shape else 1), x)]
@@ -122,7 +118,7 @@ def blocks_of(number: int, x: Any) -> list[tuple[RowBlock, Any]]:
     at = 0
     for i, piece in enumerate(x.pieces):
         rows = piece.shape[0]
-        if rows and not is_far(piece):
+        if rows and not is_remote(piece):
             found.append((RowBlock(f"{number}.{i}", at, at + rows), piece))
         at += rows
     return found
@@ -133,7 +129,7 @@ def encode(x: Any) -> Any:
     if isinstance(x, np.ndarray | np.generic):
         return _encode_host(np.array(x, x.dtype.newbyteorder("=")))  # a copy: its owner may write to it
     x = _plain(x)
-    if is_key(x.dtype):
+    if is_extended(x.dtype):
         return encode(jax.random.key_data(x))
     if x.is_fully_addressable and jax.process_count() > 1:  # equal in all processes; orbax takes such from the host
         return encode(np.asarray(x))

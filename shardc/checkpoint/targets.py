@@ -16,7 +16,7 @@ from shardc import compat
 from shardc.arrays.pieces import Index, index_of
 from shardc.arrays.placed import PlacedArray, StackedArray, is_placed, leaf_aval
 from shardc.calls.leaves import leaf_of
-from shardc.checkpoint.leaves import ARRAYS, arrived, arrives, is_far, is_key, value_of
+from shardc.checkpoint.leaves import ARRAYS, arrived, arrives, is_remote, value_of
 from shardc.checkpoint.manifest import StoredLeaf
 from shardc.errors import ArgumentError, PlacementError, all_offenders
 from shardc.machine.mesh import AnyMesh, view
@@ -24,6 +24,7 @@ from shardc.passes.trace.pins import Pins
 from shardc.passes.trace.trace import leaves_by_path, path_text
 from shardc.sbp.layout import is_plain, physical_shape, physical_spec
 from shardc.sbp.placement import Placement, extents, local_shape
+from shardc.sbp.signature import is_extended
 
 Pieces: TypeAlias = Mapping[Index, NDArray[Any]]
 """Pieces of a logical array; of random keys their words, in one more dimension."""
@@ -198,7 +199,7 @@ def by_shards(shape: tuple[int, ...], dtype: Any, sharding: Any, piece: Callable
 def words_of(dtype: Any) -> tuple[tuple[int, ...], Any]:
     """Shape and dtype of the stored data of one element: for a PRNG key its words (`jax.random.key_data`), for a number
     `()` and its own dtype."""
-    if not is_key(dtype):
+    if not is_extended(dtype):
         return (), dtype
     words = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), dtype))
     return tuple(words.shape), words.dtype
@@ -212,7 +213,7 @@ def zeros(at: Index, dtype: Any) -> NDArray[Any]:
 
 def finished(x: jax.Array, dtype: Any, weak: bool) -> jax.Array:
     """The array with its final type: words wrapped as PRNG keys, numbers weakly typed if `weak`."""
-    if is_key(dtype):
+    if is_extended(dtype):
         return jax.random.wrap_key_data(x, impl=compat.generator_of(dtype))
     return compat.as_aval(x, compat.shaped_array(x.shape, x.dtype, True)) if weak else x
 
@@ -260,7 +261,7 @@ def _array_target(x: Any, saved: StoredLeaf) -> Target:
 
 
 def _placed(x: Any, weak: bool) -> Target:
-    if is_far(x):
+    if is_remote(x):
         return Whole(x.shape, lambda value: arrived(x, value)) if arrives(x) else Given(x)
     if not isinstance(x, StackedArray):
         return InPieces(x.shape, x.dtype, weak, x.placement, x.mesh)

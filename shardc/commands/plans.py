@@ -9,14 +9,14 @@ from typing import Any
 import click
 
 from shardc.commands.source import FirstCall, ScriptCommand, Source, mesh_option, script_options
-from shardc.errors import ArgumentError
+from shardc.errors import ArgumentError, number_text
 from shardc.flows import FlowPlan
 from shardc.pipeline.plan import MpmdPlan
 from shardc.plan.saved_plan import SavedPlan
 from shardc.report.diff import diff_saved, saved_of
 from shardc.report.explain import optimality_text, summary_of
 from shardc.report.show import planned_sections, saved_sections
-from shardc.report.tables import Section, number_text, report_text, seconds_text, terminal_width
+from shardc.report.tables import Section, report_text, seconds_text, terminal_width
 
 
 @click.command("plan", cls=ScriptCommand)

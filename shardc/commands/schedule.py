@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from shardc.commands import values
-from shardc.errors import PipelineError
+from shardc.errors import PipelineError, number_text
 from shardc.pipeline.schedule.check import checked
 from shardc.pipeline.schedule.costs import StageCosts
 from shardc.pipeline.schedule.credits import auto_credits
@@ -25,7 +25,7 @@ from shardc.pipeline.schedule.simulate import Timeline, find_deadlock, peak_acti
 from shardc.report.chart import Chart, Track
 from shardc.report.chart_text import chart_text
 from shardc.report.picture import draw_picture
-from shardc.report.tables import WIDTH, Section, folded, number_text, report_text, terminal_width
+from shardc.report.tables import WIDTH, Section, folded, report_text, terminal_width
 from shardc.report.trace_file import write_trace
 from shardc.runtime.actor import Channel, Network
 

@@ -118,15 +118,13 @@ class Source:
 def _refuse_unknown(script: str, name: str) -> None:
     """Raise ArgumentError for a name that the text of a script lacks, if nothing that it imports can have it either."""
     try:
-        nodes = [*ast.walk(ast.parse(Path(script).read_bytes()))]
+        tree = ast.parse(Path(script).read_bytes())
     except (SyntaxError, ValueError, OSError):  # Python says it when the script runs, or it is a folder
         return
-    imports = [a.name for n in nodes if isinstance(n, ast.Import) for a in n.names]
-    imports += ["." * n.level + (n.module or "") for n in nodes if isinstance(n, ast.ImportFrom)]
-    words = {str(w) for n in nodes for w in (getattr(n, a, None) for a in ("id", "attr", "name", "asname", "arg")) if w}
-    texts = {n.value.rpartition(".")[2] for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)}
-    last = name.rpartition(".")[2]
-    if last not in words | texts and {i.partition(".")[0] for i in imports} <= _WITHOUT_FUNCTIONS:
+    imports = [a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names]
+    imports += ["." * n.level + (n.module or "") for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)]
+    last, words = name.rpartition(".")[2], set(re.findall(r"\w+", ast.unparse(tree)))  # without comments
+    if last not in words and {i.partition(".")[0] for i in imports} <= _WITHOUT_FUNCTIONS:
         raise ArgumentError(f"{script} has no {name}.{did_you_mean(last, words)}")
 
 
@@ -166,7 +164,7 @@ class FirstCall:
             return self.function.plan_of(*self.call)
         function = self.of_one_function("another mesh")
         machine = topology or view(function.mesh).topology.kind
-        return function.plan_elsewhere(self.call[0], make_mesh(topology=machine, **(axes or dict(function.mesh.shape))))
+        return function.plan_on(self.call[0], make_mesh(topology=machine, **(axes or dict(function.mesh.shape))))
 
     def of_one_function(self, what: str) -> Function:
         """The function that is called.

@@ -48,7 +48,7 @@ def tuned(call: FirstCall, tries: int) -> Tuning:
     return tune(
         _by_position(function, list(given), dict(taken.static)), *given.values(), topology=topology,
         devices=devices, tries=tries, in_placements=options.in_placements, out_placements=options.out_placements,
-        donate_argnames=options.donate, forbid=options.forbid,
+        donate_argnames=options.donate_argnames, forbid=options.forbid,
     )  # fmt: skip
 
 

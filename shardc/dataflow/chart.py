@@ -10,9 +10,9 @@ from typing import Any, Final
 
 from shardc.dataflow.network import Edge, NodeStep
 from shardc.dataflow.plan import PlannedFlow
+from shardc.errors import number_text
 from shardc.pipeline.schedule.recorded import recorded
 from shardc.report.chart import Chart, Track
-from shardc.report.tables import number_text
 from shardc.runtime.actor import Span
 
 PALETTE: Final = (

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from shardc.dataflow.chart import base_name
 from shardc.dataflow.host import StackWork
 from shardc.dataflow.network import Edge
 from shardc.dataflow.plan import PlannedFlow
@@ -51,18 +52,13 @@ def _head(plan: PlannedFlow) -> Section:
 
 
 def _some(names: Sequence[str]) -> str:
-    first = list(dict.fromkeys(map(_base, names)))
+    first = list(dict.fromkeys(map(base_name, names)))
     return ", ".join(first[:MOST]) + (", ..." if len(first) > MOST else "")
-
-
-def _base(name: str) -> str:
-    """`play` of `play[3]`."""
-    return name.partition("[")[0]
 
 
 def _folded(names: Sequence[str]) -> list[str]:
     """Names; of several calls of one name the name, and how many they are: `play x16`."""
-    count = Counter(map(_base, names))
+    count = Counter(map(base_name, names))
     return [times_text(name, n) for name, n in count.items()]
 
 
@@ -76,7 +72,7 @@ def _alike(rows: Iterable[tuple[str, ...]], names: Sequence[int], number: int | 
     """
     groups: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
     for row in rows:
-        key = tuple(_base(x) if i in names else "" if i == number else x for i, x in enumerate(row))
+        key = tuple(base_name(x) if i in names else "" if i == number else x for i, x in enumerate(row))
         groups.setdefault(key, []).append(row)
     found: list[tuple[str, ...]] = []
     for key, group in groups.items():

@@ -36,7 +36,7 @@ class Host:
         self.name = getattr(getattr(fn, "func", fn), "__name__", type(fn).__name__)
         self.__name__ = self.name
 
-    @compat.face
+    @compat.api_boundary
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.call(args, kwargs, 1)
 

@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from shardc.arrays.placed import as_jax, is_placed, put_leaf
 from shardc.dataflow.network import Edge, HandedLeaf
 from shardc.dataflow.work import LeafPlace
+from shardc.sbp.signature import is_extended
 
 LeafMove = Callable[[Any], Any]
 
@@ -54,7 +55,7 @@ def to_place(place: LeafPlace, aval: Any) -> LeafMove:
     mesh, placement = place.mesh, place.placement
     assert isinstance(mesh, Mesh)
     if placement is None:
-        return _stay
+        return stay
     sharding = place.sharding(aval)
     if sharding is None:
         return lambda x: put_leaf(x, mesh, placement)
@@ -73,7 +74,7 @@ def to_place(place: LeafPlace, aval: Any) -> LeafMove:
     return move
 
 
-def _stay(x: Any) -> Any:
+def stay(x: Any) -> Any:
     return x
 
 
@@ -124,6 +125,6 @@ def on_host(leaves: Sequence[Any]) -> list[Any]:
 
 
 def _numpy(x: Any) -> Any:
-    if not isinstance(x, jax.Array) or jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+    if not isinstance(x, jax.Array) or is_extended(x.dtype):
         return x
     return np.asarray(as_jax(x))

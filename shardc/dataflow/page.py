@@ -9,13 +9,14 @@ from shardc.dataflow.chart import base_name
 from shardc.dataflow.explain import flow_sections, how_text
 from shardc.dataflow.plan import PlannedFlow
 from shardc.dataflow.work import FunctionWork
+from shardc.errors import number_text
 from shardc.machine.mesh import AnyMesh, view
 from shardc.report.chart import Chart
 from shardc.report.page.charts import chart_data
 from shardc.report.page.modules import PlacedRows
 from shardc.report.page.page import Figure, Page, moves_data, programs_of
 from shardc.report.page.places import ArrayAt, arrays_data, mesh_data
-from shardc.report.tables import bytes_text, mesh_text, number_text, percent_text, seconds_text
+from shardc.report.tables import bytes_text, mesh_text, percent_text, seconds_text
 from shardc.sbp.placement import is_even
 
 

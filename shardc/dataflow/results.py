@@ -11,11 +11,11 @@ from typing import Any
 import jax
 
 from shardc.dataflow.chart import measured_flow_chart, seconds_by_node
-from shardc.dataflow.far import FarFlow
 from shardc.dataflow.moves import to_place
 from shardc.dataflow.network import FlowNetwork
 from shardc.dataflow.page import flow_page
 from shardc.dataflow.plan import PlannedFlow
+from shardc.dataflow.remote import RemoteFlow
 from shardc.dataflow.round import Fixed, FlowNode, Origin
 from shardc.dataflow.value import RoundValue
 from shardc.dataflow.work import LeafPlace
@@ -120,10 +120,10 @@ class RunResults:
                 for r in [r for r in kept if r < least]:
                     del kept[r]
 
-    def share_logs(self, far: FarFlow) -> None:
+    def share_logs(self, remote: RemoteFlow) -> None:
         """Let all processes know what the rounds gave."""
         types = {(n.number, i): n.results[i] for n, i in self._logs}
-        found = far.exchange({(n.number, i): xs for (n, i), xs in self._logs.items()}, types)
+        found = remote.exchange({(n.number, i): xs for (n, i), xs in self._logs.items()}, types)
         self._logs = {(n, i): found[n.number, i] for n, i in self._logs}
 
     def past(self, rounds: int) -> dict[str, list[Any]]:

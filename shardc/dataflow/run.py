@@ -10,10 +10,10 @@ from typing import Any, Final, TypeAlias
 import jax
 
 from shardc.dataflow.beginning import Beginning
-from shardc.dataflow.far import FarFlow, process_of_rows, sender
-from shardc.dataflow.moves import copied, mover, on_host
+from shardc.dataflow.moves import copied, mover, on_host, stay
 from shardc.dataflow.network import Edge, NodeStep, devices_of
 from shardc.dataflow.plan import PlannedFlow
+from shardc.dataflow.remote import RemoteFlow, process_of_rows, sender
 from shardc.dataflow.results import Rounds, RunResults
 from shardc.dataflow.round import FlowNode
 from shardc.dataflow.shared import Shared, pots_of, read_only_what_is_used, shared_works
@@ -55,7 +55,7 @@ class FlowRun:
         self._lock = threading.Lock()
         self._processes = process_of_rows(plan.built)
         self._here = frozenset(n for n in plan.nodes if self._processes[plan.built.actor[n]] == me())
-        self._far: FarFlow | None = None
+        self._remote: RemoteFlow | None = None
         self._steps = {s.label: s for row in plan.network.actors for s in row}
         self._beginning = Beginning(plan, self._here)
         works = shared_works(plan.nodes)
@@ -68,11 +68,11 @@ class FlowRun:
     # -- opening
 
     def _opened(self) -> Executor:
-        if self._far is not None and self._far.epoch != self._far.cluster.epoch:
+        if self._remote is not None and self._remote.epoch != self._remote.cluster.epoch:
             self.close()  # other processes were started again
         if self._executor is None:
             several = set(self._processes) != {me()}
-            far = self._far = FarFlow(self.plan, self._processes, bool(settings()[0])) if several else None
+            remote = self._remote = RemoteFlow(self.plan, self._processes, bool(settings()[0])) if several else None
             for node in self.plan.nodes:
                 if self.is_here(node):
                     node.work.begin()
@@ -84,10 +84,10 @@ class FlowRun:
                 transports=lambda c: self._mover(edges[id(c)]),
                 limit=LaunchLimit(max(2, IN_FLIGHT // actors), _wait, _is_ready),
                 threads=Threads(None, self.plan.name),
-                share=None if far is None else far.share,
+                share=None if remote is None else remote.share,
             )
-            if far is not None:
-                far.open(self._executor)
+            if remote is not None:
+                remote.open(self._executor)
         return self._executor
 
     def is_here(self, node: FlowNode) -> bool:
@@ -101,16 +101,16 @@ class FlowRun:
 
     def _mover(self, edge: Edge) -> Callable[[Any], Any]:
         if not self.is_here(edge.giver):
-            return _stay
+            return stay
         if not self.is_here(edge.taker):
             return sender([self._built.is_donated(edge.giver, m.output) for m in edge.moves])
         return _locked(self._locks(edge.giver), _transport(edge))
 
     def close(self) -> None:
         """End the threads and the processes of host functions."""
-        far, self._far = self._far, None
-        if far is not None:
-            far.close()
+        remote, self._remote = self._remote, None
+        if remote is not None:
+            remote.close()
         executor, self._executor = self._executor, None
         if executor is not None:
             executor.close()
@@ -182,8 +182,8 @@ class FlowRun:
                 late[o.index] = max(o.delay, late.get(o.index, 0))
         logged = sorted({o.index for o in built.outs if o is not None and o.node is node})
         return (
-            [(i, copied if built.is_donated(node, i) else _stay) for i in logged],
-            [(i, copied if built.is_donated(node, i, rounds) else _stay) for i, rounds in late.items()],
+            [(i, copied if built.is_donated(node, i) else stay) for i in logged],
+            [(i, copied if built.is_donated(node, i, rounds) else stay) for i, rounds in late.items()],
         )
 
     def _token(self, node: FlowNode) -> tuple[int, bool] | None:
@@ -226,8 +226,8 @@ class FlowRun:
     def _run(
         self, state: Sequence[Any], items: Any, rounds: int, pending: Any, record: bool
     ) -> tuple[list[Any], Rounds]:
-        executor, far = self._opened(), self._far
-        state = self._beginning.own(state if far is None else far.brought(state))
+        executor, remote = self._opened(), self._remote
+        state = self._beginning.own(state if remote is None else remote.brought(state))
         first, past = self._beginning.first(state, pending), self._beginning.past(state, pending)
         self._now.run = current = RunResults(self.plan, self._here, state, items, past)
         current.record = record
@@ -237,16 +237,16 @@ class FlowRun:
             pot.begin(executor.known_rounds, executor.is_stopping, lambda: self._busy(executor))
         spans = self._executed(executor, rounds, first, current)
         complete = executor.rounds
-        if far is not None:
-            complete = far.agreed(complete)
-            current.share_logs(far)
+        if remote is not None:
+            complete = remote.agreed(complete)
+            current.share_logs(remote)
         left = self._beginning.pending(executor.left, complete) | current.past(complete)
         executor.left = {}
         given = Rounds(current.given_in(complete), left, self.plan, self._of_all(spans) if record else ())
-        given.writes = far is None or not far.cluster.me
-        if far is None:
+        given.writes = remote is None or not remote.cluster.me
+        if remote is None:
             return current.state(complete - 1), given
-        return far.last_state(lambda i: current.leaf(i, complete - 1), state), given
+        return remote.last_state(lambda i: current.leaf(i, complete - 1), state), given
 
     def _executed(
         self, executor: Executor, rounds: int, first: Mapping[Message, Sequence[Any]], current: RunResults
@@ -263,18 +263,18 @@ class FlowRun:
         except PeerLostError:
             raise
         except PipelineError as error:
-            if self._far is None:
+            if self._remote is None:
                 raise FlowError(f"{self.plan.round.where} was closed while it ran.") from None
-            raise self._far.failure("", 0, str(error)) from None  # another process has stopped the run
+            raise self._remote.failure("", 0, str(error)) from None  # another process has stopped the run
         except BaseException as error:
             executor.abandon(executor.runs, error)
             raise
 
     def _of_all(self, spans: Sequence[Span]) -> Sequence[Span]:
         """The times of the nodes of all processes, on one clock."""
-        if self._far is None:
+        if self._remote is None:
             return spans
-        return Recording(spans, 0.0, None).gathered(self.plan.network, self._far.cluster).spans
+        return Recording(spans, 0.0, None).gathered(self.plan.network, self._remote.cluster).spans
 
     def _busy(self, executor: Executor) -> int:
         """The actors that run, or could: all but those that wait, for messages or in a change for others."""
@@ -283,8 +283,8 @@ class FlowRun:
     def _failure(self, error: PipelineTaskError, current: RunResults) -> RoundFailedError:
         assert isinstance(error.label, NodeStep)
         node = self.plan.nodes[error.label.node]
-        if self._far is not None:
-            return self._far.failure(str(node), error.round, f"{type(error.__cause__).__name__}: {error.__cause__}")
+        if self._remote is not None:
+            return self._remote.failure(str(node), error.round, f"{type(error.__cause__).__name__}: {error.__cause__}")
         complete, leaves = current.last_complete()
         kept = None if leaves is None else self.plan.round.state_of(leaves)
         cause = error.__cause__
@@ -318,17 +318,13 @@ def _transport(edge: Edge) -> Callable[[Any], Any]:
     """The move of a channel's messages. The giver's thread makes it, which lacks the settings of this thread."""
     move, known = mover(edge), settings()
     if move is None:
-        return _stay
+        return stay
 
     def moved(values: Any) -> Any:
         with under(known):
             return move(values)
 
     return moved
-
-
-def _stay(values: Any) -> Any:
-    return values
 
 
 def _wait(values: list[Any]) -> None:

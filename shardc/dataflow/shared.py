@@ -79,7 +79,7 @@ class Shared:
         with self.lock:
             return self.tree.unflatten([copied(x) for x in self.leaves])
 
-    @compat.face
+    @compat.api_boundary
     def change(
         self, fn: Callable[..., Any], *args: Any, stale: int | None = 0, quorum: tuple[int, int] | None = None,
         grace: float = 0.0,
@@ -114,7 +114,7 @@ class Shared:
         changed = self._add(round, name, work, leaves)
         return self._seen(round, f"{name} seen", _Read(self, None if work.stale == 0 else changed, 0, work.stale))
 
-    @compat.face
+    @compat.api_boundary
     def read(self, fn: Callable[..., Any] | None = None, *args: Any, stale: int | None = 0) -> Any:
         """The state as a round begins, in a flow's round, or what a function makes of it.
 

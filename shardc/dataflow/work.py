@@ -18,6 +18,7 @@ from shardc.passes.trace.trace import Arguments, is_array, path_text
 from shardc.pipeline.plan import HOST_SECONDS
 from shardc.sbp.layout import is_plain, physical_spec
 from shardc.sbp.placement import Placement
+from shardc.sbp.signature import is_extended
 
 
 @dataclass(frozen=True)
@@ -287,7 +288,7 @@ def is_like(x: Any, want: Any) -> bool:
 
 
 def _as_jax(dtype: Any) -> Any:
-    is_own = jax.dtypes.issubdtype(dtype, jax.dtypes.extended)  # random keys
+    is_own = is_extended(dtype)  # random keys
     return dtype if is_own else jax.dtypes.canonicalize_dtype(dtype)
 
 

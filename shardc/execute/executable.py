@@ -26,7 +26,7 @@ from shardc.ir.host_callback import CALLBACKS, kept_text, raise_kept
 from shardc.ir.memory_move import MEMORY_KIND
 from shardc.ir.program import Program
 from shardc.ir.walk import all_eqns
-from shardc.machine.devices import is_far, processes_of
+from shardc.machine.devices import is_remote, processes_of
 from shardc.machine.mesh import AnyMesh, without_mesh
 from shardc.passes.audit.audit import Audit, audit
 from shardc.passes.lower.lower import Lowering
@@ -35,6 +35,7 @@ from shardc.plan.digest import digest_of
 from shardc.plan.plan import PlacedProgram
 from shardc.sbp.layout import bits_of, is_plain, physical_shape, physical_spec, to_logical
 from shardc.sbp.placement import Placement, local_shape
+from shardc.sbp.signature import is_extended
 
 
 def looks_for_nans() -> bool:
@@ -98,7 +99,7 @@ class Executable:
                 f"{plan.program.name} is planned for {plan.mesh}, a mesh without devices; make the mesh without "
                 "`topology=` to run it."
             )
-        if is_far(mesh.devices.flat):
+        if is_remote(mesh.devices.flat):
             raise MeshError(f"{plan.program.name}: its mesh ({plan.mesh}) {other_runtimes_text(mesh)}")
         self.plan, self.mesh = plan, mesh
         self._sizes = plan.mesh.sizes
@@ -186,21 +187,6 @@ class Executable:
 
         ordered.__name__ = plan.program.name
         return ordered
-
-    def refuse_others(self, avals: Sequence[Any]) -> None:
-        """Raise OtherCallError if a call's avals, or JAX's settings, are not those of the plan."""
-        wanted = self.plan.program.given_avals
-        wrong = [
-            f"{path}: planned for {_aval_text(want)}, got {_aval_text(aval)}"
-            for path, aval, want in zip(self.plan.program.in_paths, avals, wanted, strict=False)
-            if _aval_text(aval) != _aval_text(want)
-        ]
-        if len(avals) != len(wanted):
-            wrong.append(f"planned for {len(wanted)} arrays, got {len(avals)}")
-        if settings() != self.settings:
-            wrong.append("JAX's settings (x64, matmul precision, random numbers, promotion) have changed")
-        if wrong:
-            raise OtherCallError(all_offenders(f"{self.plan.program.name}: not the call that was compiled:", wrong))
 
     def is_plain_input(self, i: int) -> bool:
         """Whether JAX can express the placement of input `i`."""
@@ -410,14 +396,14 @@ class Executable:
     def _logical(self, i: int, x: Any) -> Any:
         """The logical value of physical argument `i`, on the host."""
         shape, placement = tuple(self.plan.program.in_avals[i].shape), self.plan.inputs[i]
-        if not jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended):
+        if not is_extended(x.dtype):
             return to_logical(np.asarray(x), shape, placement, self._sizes)
         words = np.asarray(jax.random.key_data(x))[tuple(slice(n) for n in shape)]
         return jax.random.wrap_key_data(jax.numpy.asarray(words), impl=jax.random.key_impl(x))
 
     def _cut_empty(self, i: int, x: jax.Array) -> jax.Array:
         """An empty split result. A jitted function returns it with all rows on each device, which cannot be read."""
-        if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended):
+        if is_extended(x.dtype):
             return x
         with without_mesh():
             zeros = compat.as_aval(jax.numpy.zeros(x.shape, x.dtype), x.aval)
@@ -483,8 +469,3 @@ def _first(chosen: Iterable[int], count: int) -> list[int]:
     """The numbers below `count`, `chosen` first."""
     head = list(chosen)
     return [*head, *sorted(set(range(count)) - set(head))]
-
-
-def _aval_text(aval: Any) -> str:
-    dims = ",".join(map(str, aval.shape))
-    return f"{aval.dtype}[{dims}]{' (weakly typed)' if aval.weak_type else ''}"

@@ -13,7 +13,7 @@ from shardc import compat
 from shardc.compat import Eqn
 from shardc.ir.user_shard_map import is_unit
 from shardc.ir.walk import all_eqns
-from shardc.passes.lower.lower import Lowering
+from shardc.passes.lower.lower import WholeLowering
 from shardc.plan.plan import PlacedProgram
 
 
@@ -41,18 +41,12 @@ def name_first(plan: PlacedProgram, args: Sequence[Any], nans: bool, infs: bool)
     return None
 
 
-class _Watching(Lowering):
-    """Runs a program on whole values; boxings and moves to the host are the identity."""
+class _Watching(WholeLowering):
+    """Runs a program on whole values, and looks at each."""
 
     def __init__(self, plan: PlacedProgram, nans: bool, infs: bool) -> None:
         super().__init__(plan.boxed, plan.mesh)
         self.nans, self.infs = nans, infs
-
-    def box(self, eqn: Eqn, x: Any) -> Any:
-        return x
-
-    def memory_move(self, eqn: Eqn, x: Any) -> Any:
-        return x
 
     def operation(self, eqn: Eqn, operands: list[Any]) -> Sequence[Any]:
         out = compat.bind_with(eqn.primitive, eqn.params)(*operands)

@@ -15,17 +15,17 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from shardc import compat
-from shardc.arrays.far import Arrival, FarArray, is_far, is_small
 from shardc.arrays.gone import refuse_gone
+from shardc.arrays.remote import Arrival, RemoteArray, is_remote, is_small
 from shardc.compat import Var
-from shardc.errors import MeshError, PeerLostError, PipelineError, PipelineTaskError, ShardcError, all_offenders
+from shardc.errors import MeshError, PeerLostError, PipelineError, PipelineTaskError, ShardcError
 from shardc.execute.agreement import Agreement
 from shardc.execute.at_work import line_if_long
 from shardc.execute.executable import Executable, OtherCallError, gone_text, report_failure
-from shardc.execute.far_stages import FarStages, lives_on
 from shardc.execute.process_group import group_of_run
 from shardc.execute.rank_processes import RankProcesses
 from shardc.execute.recording import Recording
+from shardc.execute.remote_stages import RemoteStages, lives_on
 from shardc.execute.stage_edges import StageEdges
 from shardc.execute.stage_io import PiecedArrays, StageArray
 from shardc.ir.host_callback import CALLBACKS
@@ -34,11 +34,11 @@ from shardc.machine.mesh import AnyMesh, note_stages
 from shardc.passes.audit.audit import Audit, audit_all
 from shardc.passes.trace.trace import settings
 from shardc.pipeline.cut.split_tasks import INDEX, StageTask
+from shardc.pipeline.cut_search.split_scans import Piece
 from shardc.pipeline.make import with_schedule
 from shardc.pipeline.memory import working_bytes
 from shardc.pipeline.place_stages import Stage
 from shardc.pipeline.plan import MpmdPlan
-from shardc.pipeline.points.split_scans import Piece
 from shardc.pipeline.rank_memory import PipelineMemory
 from shardc.pipeline.schedule.action import Action
 from shardc.pipeline.stage_network import Once
@@ -137,7 +137,7 @@ class PipelineExecutable:
         self._last: Recording | None = None
         self._watch = _Watch()
         self._executor: Executor | None = None
-        self._far: FarStages | None = None
+        self._remote: RemoteStages | None = None
 
     def _stage_arrays(self, borders: Sequence[Border]) -> list[StageArray]:
         return [StageArray(tuple(b.aval.shape), b.placement, self.meshes[b.stage]) for b in borders]
@@ -177,7 +177,7 @@ class PipelineExecutable:
     @property
     def compiled(self) -> Executor:
         """The actors, with all programs compiled. If stages run in several processes, each calls this together."""
-        if self._far is not None and self._far.epoch != self._far.cluster.epoch:
+        if self._remote is not None and self._remote.epoch != self._remote.cluster.epoch:
             self.close()  # other processes were started again; what is compiled here is kept
         if self._executor is None:
             self._executor = self._opened()
@@ -185,10 +185,10 @@ class PipelineExecutable:
 
     def _opened(self) -> Executor:
         plan, steps = self.plan, self._steps
-        far = None
+        remote = None
         if self.agreement is not None:
             self.agreement.agree_on_plan()
-            far = FarStages(plan, self._edges.between_processes(), bool(settings()[0]), self.places)
+            remote = RemoteStages(plan, self._edges.between_processes(), bool(settings()[0]), self.places)
         executables = self._task_executables()
         with line_if_long(f"compiling the {len(executables)} programs of {plan.program.name}"):
             for e in executables:  # in this thread, because JAX's settings are per thread
@@ -203,15 +203,15 @@ class PipelineExecutable:
             transports=self._edges.transport,
             limit=LaunchLimit(window, jax.block_until_ready, _is_ready),
             threads=Threads(plan.schedule.ranks if self._calls_back() else THREADS, plan.program.name),
-            share=None if far is None else far.share,
+            share=None if remote is None else remote.share,
         )
-        if far is not None:
+        if remote is not None:
             try:
-                far.open(executor)
+                remote.open(executor)
             except BaseException:
                 executor.close()
                 raise
-        self._far = far
+        self._remote = remote
         return executor
 
     @cached_property
@@ -282,21 +282,6 @@ class PipelineExecutable:
         del i
         return x
 
-    def refuse_others(self, avals: Sequence[Any]) -> None:
-        """Raise OtherCallError if a call's avals, or JAX's settings, are not those of the plan."""
-        paths, wanted = self.plan.program.in_paths, self.plan.program.given_avals
-        wrong = [
-            f"{path}: planned for {want.str_short()}, got {aval.str_short()}"
-            for path, aval, want in zip(paths, avals, wanted, strict=False)
-            if (aval.shape, aval.dtype) != (want.shape, want.dtype)
-        ]
-        if len(avals) != len(wanted):
-            wrong.append(f"planned for {len(wanted)} arrays, got {len(avals)}")
-        if settings() != self.settings:
-            wrong.append("JAX's settings (x64, matmul precision, random numbers, promotion) have changed")
-        if wrong:
-            raise OtherCallError(all_offenders(f"{self.plan.program.name}: not the call that was compiled:", wrong))
-
     def __call__(self, leaves: Sequence[Any]) -> list[Any]:
         """Run the plan.
 
@@ -321,15 +306,15 @@ class PipelineExecutable:
         for x, (shape, dtype) in zip(whole, self._avals, strict=True):
             if getattr(x, "shape", ()) != shape or (isinstance(x, jax.Array) and x.dtype != dtype):
                 raise TypeError("not the call that was compiled")  # the caller then makes the call without the cache
-        executor, far = self.compiled, self._far
+        executor, remote = self.compiled, self._remote
         begin, run = perf_counter(), executor.runs + 1
         try:
             try:
                 named = zip(self.plan.program.in_paths, args, strict=False)
                 refuse_gone(f"{self.plan.program.name}: arguments that are gone", named)
-                self._enter(self._entry.take_apart(whole), run)
+                self._enter(self._entry.split(whole), run)
             except (TypeError, ValueError) as error:  # the cache would make the call again: in this process alone
-                if far is None or isinstance(error, ShardcError):
+                if remote is None or isinstance(error, ShardcError):
                     raise
                 text = (
                     f"{self.plan.program.name}: its arguments cannot be put in place: {type(error).__name__}: {error}"
@@ -348,18 +333,18 @@ class PipelineExecutable:
             executor.abandon(run, error)
             raise
         finally:
-            if far is not None:
-                far.network.forget(executor.runs)
+            if remote is not None:
+                remote.network.forget(executor.runs)
             for state in self._states:
                 state.residents.clear()
 
     def _enter(self, parts: Sequence[Any], run: int) -> None:
         """Put the arguments, and those that live in another process and are read here, on the stages of this one."""
-        plan, far = self.plan, self._far
-        if far is not None:
+        plan, remote = self.plan, self._remote
+        if remote is not None:
             for i, to in self._shared.items():
                 if lives_on(parts[i], self._homes[i]) and not is_small(plan.pieces.program.in_avals[i]):
-                    far.send(run, len(self._exits) + i, parts[i], to)
+                    remote.send(run, len(self._exits) + i, parts[i], to)
         near: dict[int, Any] = {}  # what another process sends, it sends once, also to two ranks of this one
         entered: dict[tuple[int, NamedSharding], jax.Array] = {}  # an argument of two stages of a rank is put once
         for stage, state in zip(plan.stages, self._states, strict=True):
@@ -393,13 +378,13 @@ class PipelineExecutable:
 
     def _near(self, x: Any, i: int, run: int) -> Any:
         """Argument `i` in a form that a stage of this process can take."""
-        if not is_far(x):
-            return x.arriving.wait() if isinstance(x, FarArray) and x.arriving is not None else x
+        if not is_remote(x):
+            return x.arriving.wait() if isinstance(x, RemoteArray) and x.arriving is not None else x
         plan, home = self.plan, self._homes[i]
         rank = plan.stages[plan.homes[i]].rank
-        if self._far is not None and x.mesh == home.mesh and not self.places.is_here(rank):
+        if self._remote is not None and x.mesh == home.mesh and not self.places.is_here(rank):
             giver = self.places.of_rank[rank][0]
-            return self._far.receive(run, len(self._exits) + i, plan.pieces.program.in_avals[i], giver)
+            return self._remote.receive(run, len(self._exits) + i, plan.pieces.program.in_avals[i], giver)
         raise OtherCallError(
             f"{plan.program.name}: {plan.pieces.program.in_paths[i]} is {x!r}, and rank {rank}, which uses it, runs in "
             f"{self.places.text(rank)}; move it with function.remap({rank}, mesh)(state), or bring its value here with "
@@ -411,32 +396,32 @@ class PipelineExecutable:
         for stage, state in zip(self.plan.stages, self._states, strict=True):
             for i, v in zip(stage.program.results, stage.tasks.results, strict=True):
                 found[i] = self._result(i, v, stage, state, run)
-        return self._exit.put_together([found[i] for i in range(len(found))])
+        return self._exit.assemble([found[i] for i in range(len(found))])
 
     def _result(self, i: int, v: Any, stage: Stage, state: _StageState, run: int) -> Any:
-        exit, aval, far = self._exits[i], self.plan.pieces.program.out_avals[i], self._far
+        exit, aval, remote = self._exits[i], self.plan.pieces.program.out_avals[i], self._remote
         here = self.places.is_here(stage.rank)
         if compat.is_literal(v):
             value = Arrival(lambda: np.asarray(v.val))
-            return exit.enter(v.val) if here else FarArray(aval, exit.placement, exit.mesh, value)
+            return exit.enter(v.val) if here else RemoteArray(aval, exit.placement, exit.mesh, value)
         if here:
-            if far is not None and is_small(aval):  # in all processes of the rank: to make it whole may take them all
+            if remote is not None and is_small(aval):  # in all processes of the rank: fetching it may take them all
                 to = self._without(stage.rank) if self.places.speaks_for(stage.rank) else []
-                far.send(run, i, exit.leave(state.residents[v]), to)
+                remote.send(run, i, exit.leave(state.residents[v]), to)
             return state.residents[v]
-        assert far is not None
-        return far.arriving(run, i, aval, exit) if is_small(aval) else FarArray(aval, exit.placement, exit.mesh)
+        assert remote is not None
+        return remote.arriving(run, i, aval, exit) if is_small(aval) else RemoteArray(aval, exit.placement, exit.mesh)
 
     def _without(self, rank: int) -> list[int]:
         """The processes that do not run a rank."""
-        assert self._far is not None
-        return [p for p in range(self._far.cluster.processes) if p not in self.places.of_rank[rank]]
+        assert self._remote is not None
+        return [p for p in range(self._remote.cluster.processes) if p not in self.places.of_rank[rank]]
 
     def close(self) -> None:
         """End the actors' threads; the next call starts new ones."""
-        if self._far is not None:
-            self._far.close()
-            self._far = None
+        if self._remote is not None:
+            self._remote.close()
+            self._remote = None
         if self._executor is not None:
             self._executor.close()
             self._executor = None
@@ -456,14 +441,14 @@ class PipelineExecutable:
                 f"{self.plan.program.name}: nothing to show, because there was no call yet; call it, or measure(...) "
                 "it. The plan shows the planned call: plan.timeline(), plan.draw(...), plan.trace(...)."
             )
-        last = self._last if self._far is None else self._far.whole(self._last, self.plan.network)
+        last = self._last if self._remote is None else self._remote.whole(self._last, self.plan.network)
         return measured_chart(self.plan, last.timeline(self.plan.network), last.note)
 
     @property
     def measured_waits(self) -> list[float]:
         """For each rank the part of the last call that it waited; empty if that call was not measured, or if other
         processes ran a part of it."""
-        if self._last is None or self._last.waited is None or self._far is not None:
+        if self._last is None or self._last.waited is None or self._remote is not None:
             return []
         timeline = self._last.timeline(self.plan.network)
         return [1 - busy / timeline.makespan for busy in timeline.busy]

@@ -24,12 +24,13 @@ from jax.experimental import multihost_utils
 from shardc import compat
 from shardc.arrays.placed import is_placed
 from shardc.errors import ClusterError, DisagreementError
-from shardc.machine.devices import is_far
+from shardc.machine.devices import is_remote
 from shardc.passes.trace.trace import is_number, settings
 from shardc.runtime import cluster as clusters
 from shardc.runtime.calls import call_text, calls_of, refuse_other_calls, refuse_unlike
 from shardc.runtime.cluster import Cluster
 from shardc.runtime.gathering import Gathering, Repeats
+from shardc.sbp.signature import is_extended
 from shardc.versions import VERSION
 
 _AHEAD: Final = 16
@@ -243,7 +244,7 @@ def _members(mesh: jax.sharding.Mesh) -> tuple[int, ...]:
 
 def group_of_mesh(mesh: jax.sharding.Mesh) -> ProcessGroup | None:
     """The processes of a mesh of several; None for a mesh of one process, and in a process that is none of them."""
-    if is_far(mesh.devices.flat):
+    if is_remote(mesh.devices.flat):
         return None
     members = _members(mesh)
     if len(members) == 1 or jax.process_index() not in members:
@@ -261,6 +262,13 @@ def group_of_run() -> ProcessGroup | None:
     if cluster is None or cluster.processes == 1:
         return None
     return _made(tuple(range(cluster.processes)), cluster, cluster.epoch)
+
+
+def look_at_run() -> None:
+    """Raise if another process has made another call than this one, which waits for it."""
+    group = group_of_run()
+    if group is not None:
+        group.look()
 
 
 def settle_all() -> None:
@@ -289,7 +297,7 @@ def value_text(x: Any) -> str:
     """A checksum of a whole value."""
     if is_number(x):
         return repr(x)
-    if isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+    if isinstance(x, jax.Array) and is_extended(x.dtype):
         x = jax.random.key_data(x)
     host = np.ascontiguousarray(np.asarray(x)).reshape(-1)
     return f"{zlib.crc32(host.view(np.uint8)):08x}"

@@ -16,7 +16,8 @@ import jax
 import numpy as np
 
 from shardc import compat
-from shardc.arrays.pieces import on_host, pack, piece_numbers, pieces_of_process, put_together, words
+from shardc.arrays.fetch import of_words, words
+from shardc.arrays.pieces import assemble, on_host, pack, piece_numbers, pieces_of_process
 from shardc.execute.stage_io import StageArray
 from shardc.machine.devices import me, process_of
 from shardc.runtime.transport.link import Packed
@@ -75,8 +76,7 @@ class StageEdge:
     def enter(self, pieces: Mapping[int, Any]) -> Any:
         """The array on the taking stage."""
         if self.is_copy:
-            x = put_together(pieces, self.taken.sharding, self.shape, self.dtype)
-            x = compat.keys_of_words(x, self.aval.dtype) if is_extended(self.aval.dtype) else x
+            x = of_words(assemble(pieces, self.taken.sharding, self.shape, self.dtype), self.aval.dtype)
         else:
             assert not is_extended(self.aval.dtype)
             whole = on_host(pieces, self.given.sharding, self.shape, self.dtype)

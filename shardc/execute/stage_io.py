@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardc.arrays.placed import PlacedArray, StackedArray, handed_over, is_placed, narrow
 from shardc.machine.devices import processes_of
-from shardc.pipeline.points.split_scans import Piece
+from shardc.pipeline.cut_search.split_scans import Piece
 from shardc.sbp.layout import is_plain, physical_spec, to_logical, to_physical
 from shardc.sbp.placement import Placement
 
@@ -135,7 +135,7 @@ class PiecedArrays:
         stacked = {p.number for p in pieces if p.rows is not None}
         self._ways = [StackedStageArray(b, mesh, axis) if n in stacked else b[0] for n, b in found.items()]
 
-    def take_apart(self, arrays: Sequence[Any]) -> list[Any]:
+    def split(self, arrays: Sequence[Any]) -> list[Any]:
         """The pieces of logical arrays, each in a form that its stage takes."""
         return [
             part
@@ -143,7 +143,7 @@ class PiecedArrays:
             for part in (way.enter(x) if isinstance(way, StackedStageArray) else (x,))
         ]
 
-    def put_together(self, pieces: Sequence[jax.Array]) -> list[jax.Array | PlacedArray]:
+    def assemble(self, pieces: Sequence[jax.Array]) -> list[jax.Array | PlacedArray]:
         """The logical arrays of physical pieces."""
         left = iter(pieces)
         return [

@@ -143,7 +143,7 @@ def _flops_of(jaxpr: Any) -> float:
     return total
 
 
-@compat.face
+@compat.api_boundary
 def signature(
     text: str,
     *,
@@ -193,13 +193,13 @@ def signature(
 
     def decorate(fn: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(fn)
-        @compat.face
+        @compat.api_boundary
         def call(*operands: Any, **named: Any) -> Any:
             if named:
                 raise PlacementError(
                     f"shardc.signature({text!r}): operands are given by position, got {', '.join(named)} by name."
                 )
-            arrays = [x if compat.is_tracer(x) else jax.numpy.asarray(x) for x in operands]
+            arrays = [x if isinstance(x, compat.Tracer) else jax.numpy.asarray(x) for x in operands]
             closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*arrays)
             results, structure = jax.tree.flatten(shapes)
             _check(text, arrays, results)

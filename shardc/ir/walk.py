@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
 import numpy as np
 
 from shardc import compat
-from shardc.compat import Eqn, Jaxpr, Var
+from shardc.compat import Atom, Eqn, Jaxpr, Var
 from shardc.ir.nested import NESTED, bodies_of, trips_of
 from shardc.sbp.placement import REPLICATED, AxisSizes, Placement, local_shape
 from shardc.sbp.signature import Operation, Setting
@@ -18,6 +19,20 @@ from shardc.sbp.signature import Operation, Setting
 def bytes_of(var: Var) -> int:
     """Bytes of a whole value."""
     return math.prod(var.aval.shape) * itemsize_of(var.aval)
+
+
+def renamed(atoms: Iterable[Atom], names: Mapping[Var, Atom]) -> list[Atom]:
+    return [a if compat.is_literal(a) else names.get(a, a) for a in atoms]
+
+
+def with_atoms(eqn: Eqn, names: Mapping[Var, Atom]) -> Eqn:
+    """`eqn` with its operands renamed."""
+    return eqn.replace(invars=renamed(eqn.invars, names))
+
+
+def reads_of(eqns: Iterable[compat.Eqn], outvars: Iterable[compat.Atom] = ()) -> Counter[Var]:
+    """How often each variable is read by equations, and as a result."""
+    return Counter(a for atoms in (*(e.invars for e in eqns), outvars) for a in atoms if not compat.is_literal(a))
 
 
 def all_eqns(jaxpr: Jaxpr) -> list[compat.Eqn]:

@@ -21,7 +21,7 @@ from queue import Empty, SimpleQueue
 from time import monotonic
 from typing import Any, Final, TypeAlias
 
-from shardc.errors import ClusterError
+from shardc.errors import ClusterError, number_text
 from shardc.launch.activity import COMPUTES, STOPPED
 from shardc.launch.failure import Failure, Losses, failure_line, failure_of, failure_text
 from shardc.launch.goodput import Goodput
@@ -263,7 +263,8 @@ class Supervisor:
             return False
         self._say_failure(cause)
         self._screen.say(
-            f"process {cause.process} is lost ({cause.why}), and {why}; the run goes on with {_count(len(chosen))}"
+            f"process {cause.process} is lost ({cause.why}), and {why}; the run goes on with "
+            f"{number_text(len(chosen), 'process')}"
         )
         self._regroup(chosen)
         return True
@@ -415,7 +416,8 @@ class Supervisor:
         absent = [p for p in sorted(wait.again) if not self._members[p].handle.is_here]
         if not absent:
             self._wait = None
-            self._screen.say(f"{_host(self._members[wait.cause.process])} is there; {_count(len(wait.again))} started")
+            host, started = _host(self._members[wait.cause.process]), number_text(len(wait.again), "process")
+            self._screen.say(f"{host} is there; {started} started")
             if self._stop(wait.cause, wait.again):
                 self._begin(wait.again)
         elif monotonic() > wait.until:
@@ -526,7 +528,7 @@ class Supervisor:
         chosen = self._chosen()
         ends = self._over_at is not None or self._leaving or any(m.ended is not None for m in self._members)
         if self._newcomers and not ends and len(chosen) > len(self._members):
-            self._screen.say(f"the run goes on with {_count(len(chosen))} from its last checkpoint")
+            self._screen.say(f"the run goes on with {number_text(len(chosen), 'process')} from its last checkpoint")
             self._regroup(chosen)
 
     # -- the end
@@ -556,7 +558,3 @@ class Supervisor:
 def _host(place: _Place) -> str:
     host = getattr(place.handle, "host", "")
     return f"host {host.split()[0]}" if host else "its host"
-
-
-def _count(processes: int) -> str:
-    return f"{processes} process{'es' * (processes != 1)}"

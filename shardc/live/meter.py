@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from shardc import compat
-from shardc.arrays.far import is_far
+from shardc.arrays.remote import is_remote
 from shardc.checkpoint.progress import StatusLine
 from shardc.errors import ArgumentError, all_offenders
 from shardc.live.figures import step_figures, waiting_text
@@ -32,7 +32,7 @@ _Steps: TypeAlias = list[tuple[int, Mapping[str, Any]]]
 """Steps with their results."""
 
 
-@compat.face
+@compat.api_boundary
 def progress(  # noqa: PLR0913  # a public face
     step: Any = None,
     *,
@@ -241,7 +241,7 @@ class Meter:
                 self._clock.wait()
                 self._show_computed()
 
-    @compat.face
+    @compat.api_boundary
     def __call__(self, *unnamed: Any, **results: Any) -> None:
         """Say that one more step is done.
 
@@ -326,7 +326,7 @@ def _short(x: Any) -> str:
 
 def _is_lost(x: Any) -> bool:
     """Whether the value of a result cannot be read here: it lives in another process, or its buffer is gone."""
-    return is_far(x) or (
+    return is_remote(x) or (
         isinstance(x, jax.Array) and (x.is_deleted() or not (x.is_fully_addressable or x.is_fully_replicated))
     )
 

@@ -13,7 +13,7 @@ from shardc.runtime.cluster import Cluster, current
 
 
 @dataclass(frozen=True)
-class FarDevice:
+class RemoteDevice:
     """A device of another JAX runtime. A mesh may have it; nothing can be compiled for it or put on it here.
 
     Attributes:
@@ -51,7 +51,7 @@ class FarDevice:
         return []
 
     def __repr__(self) -> str:
-        return f"FarDevice(process {self.process}, {self.platform} {self.number})"
+        return f"RemoteDevice(process {self.process}, {self.platform} {self.number})"
 
 
 def devices() -> list[Any]:
@@ -73,7 +73,7 @@ def _devices_of(process: int, here: Iterable[Any], cluster: Cluster) -> list[Any
         return sorted((d for d in here if process_of(d) == process), key=lambda d: d.id)
     told = json.loads(cluster.published("devices", process))
     return [
-        FarDevice(process, i, platform, kind, None if coords is None else tuple(coords), core)
+        RemoteDevice(process, i, platform, kind, None if coords is None else tuple(coords), core)
         for i, (platform, kind, coords, core) in enumerate(told)
     ]
 
@@ -81,7 +81,7 @@ def _devices_of(process: int, here: Iterable[Any], cluster: Cluster) -> list[Any
 def process_of(device: Any) -> int:
     """The process of the run that has a device."""
     cluster = current()
-    if isinstance(device, FarDevice) or cluster is None or cluster.config.islands == 1:
+    if isinstance(device, RemoteDevice) or cluster is None or cluster.config.islands == 1:
         return device.process_index
     return cluster.config.island(cluster.me)[0] + device.process_index
 
@@ -117,6 +117,6 @@ def is_here(devices: Iterable[Any]) -> bool:
     return me() in set(map(process_of, devices))
 
 
-def is_far(devices: Iterable[Any]) -> bool:
+def is_remote(devices: Iterable[Any]) -> bool:
     """Whether one of these devices belongs to another JAX runtime."""
-    return any(isinstance(d, FarDevice) for d in devices)
+    return any(isinstance(d, RemoteDevice) for d in devices)

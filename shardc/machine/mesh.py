@@ -126,7 +126,7 @@ def _memory(hbm: str | int) -> int:
     )
 
 
-@compat.face
+@compat.api_boundary
 def make_mesh(
     *unnamed: Never,
     topology: str | None = None,

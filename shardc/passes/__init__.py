@@ -30,7 +30,7 @@ class Pass:
 
 
 _TRACE, _PLACE, _RECOMPUTE = "shardc.passes.trace", "shardc.passes.place", "shardc.passes.recompute"
-_CUT, _POINTS = "shardc.pipeline.cut", "shardc.pipeline.points"
+_CUT, _CUT_SEARCH = "shardc.pipeline.cut", "shardc.pipeline.cut_search"
 
 PASSES: Final[tuple[Pass, ...]] = (
     Pass(
@@ -109,7 +109,7 @@ PASSES: Final[tuple[Pass, ...]] = (
     ),
     Pass(
         "split_scans",
-        f"{_POINTS}.split_scans",
+        f"{_CUT_SEARCH}.split_scans",
         "program, layers of each stage",
         "program, its pieces",
         "scan over 8 layers --> scan over 4 layers; scan over 4 layers",
@@ -117,7 +117,7 @@ PASSES: Final[tuple[Pass, ...]] = (
     ),
     Pass(
         "mark_stages",
-        f"{_POINTS}.mark_stages",
+        f"{_CUT_SEARCH}.mark_stages",
         "program, cuts",
         "program",
         "y = f x; z = g y --> y = f x; y' = stage_boundary y; z = g y'",

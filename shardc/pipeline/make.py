@@ -17,12 +17,12 @@ from shardc.passes.recompute.recompute import RecomputeChoice, recompute
 from shardc.pipeline.cut.cut_loop import find_loop, stage_of, weight_position
 from shardc.pipeline.cut.cut_stages import Cut, cut_stages
 from shardc.pipeline.cut.precompute_state import precompute_state
+from shardc.pipeline.cut_search.auto_stages import Wanted, cut_automatically
+from shardc.pipeline.cut_search.split_scans import Pieces, whole_program
 from shardc.pipeline.memory import working_bytes
 from shardc.pipeline.options import Pipeline, PipelineRequest
 from shardc.pipeline.place_stages import Stage, StagePlacer
 from shardc.pipeline.plan import HOST_SECONDS, MpmdPlan, arguments_of, results_of, task_seconds
-from shardc.pipeline.points.auto_stages import Wanted, cut_automatically
-from shardc.pipeline.points.split_scans import Pieces, whole_program
 from shardc.pipeline.rank_memory import too_large
 from shardc.pipeline.schedule.action import Action
 from shardc.pipeline.schedule.costs import StageCosts

@@ -10,7 +10,7 @@ for the link's sake, as long as the link is as fast as the topology says.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -98,7 +98,7 @@ class _Account:
         run = {id(t): t for _, t in call.built.tasks.values()}
         self.working = {i: working(t) for i, t in run.items()}
         self.donated = {i: {} if t.plan is None else t.plan.donations for i, t in run.items()}
-        self.results = [set(_variables(t.results)) for t in call.tasks]
+        self.results = [set(compat.variables(t.results)) for t in call.tasks]
         self._sizes: dict[tuple[int, Var], int] = {}
 
     def size(self, stage: int, atom: Atom) -> int:
@@ -352,10 +352,6 @@ def _moved(timeline: Timeline, link: LinkCost) -> dict[Message, float]:
                 target = net.channels[message[0]].target
                 free[target] = moved[message] = max(end, free.get(target, 0.0)) + seconds[message[0]]
     return moved
-
-
-def _variables(atoms: Iterable[Atom]) -> list[Var]:
-    return [a for a in atoms if not compat.is_literal(a)]
 
 
 def _lines(tasks: Sequence[StageTasks]) -> dict[tuple[int, Var], str]:

@@ -18,10 +18,10 @@ from shardc.passes.estimate.plan_cost import Time
 from shardc.passes.estimate.sizes import piece_bytes
 from shardc.pipeline.cut.cut_stages import Cut
 from shardc.pipeline.cut.split_tasks import StageTask
+from shardc.pipeline.cut_search.split_scans import Piece, Pieces
 from shardc.pipeline.memory import SimulatedCall, pipeline_memory
 from shardc.pipeline.options import Pipeline, PipelineRequest
 from shardc.pipeline.place_stages import Stage, transfer_ends
-from shardc.pipeline.points.split_scans import Piece, Pieces
 from shardc.pipeline.rank_memory import PipelineMemory
 from shardc.pipeline.schedule.schedule import Schedule
 from shardc.pipeline.schedule.simulate import Timeline, simulate

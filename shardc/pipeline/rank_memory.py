@@ -84,11 +84,6 @@ class RankMemory:
         return self.peak / max(self.capacity, 1)
 
     @property
-    def peak_time(self) -> float:
-        """When the peak is reached first, in simulated seconds."""
-        return self.times[self.bytes.index(self.peak)]
-
-    @property
     def peak_label(self) -> object:
         """The step that runs at the peak."""
         return self.labels[self.bytes.index(self.peak) // 2]

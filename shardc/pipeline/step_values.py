@@ -96,7 +96,7 @@ def _drops(
     """The residents that each step drops, given the last step of each resident."""
     drops: dict[Action | Once, list[Var]] = {}
     for (stage, v), label in last.items():
-        if v not in _results(tasks[stage]):
+        if v not in compat.variables(tasks[stage].results):
             drops.setdefault(label, []).append(v)
     return {label: tuple(names) for label, names in drops.items()}
 
@@ -104,10 +104,6 @@ def _drops(
 def sums_of(tasks: StageTasks) -> list[Var]:
     """The residents of a stage that its loop makes."""
     return [v for t in tasks.loop.values() for v, _ in t.kept]
-
-
-def _results(tasks: StageTasks) -> set[Var]:
-    return {a for a in tasks.results if not compat.is_literal(a)}
 
 
 def _values(channel_values: Sequence[ChannelValues | None], step: Step, stage: int, task: StageTask) -> StepValues:

@@ -9,6 +9,7 @@ from typing import Any
 from shardc import compat
 from shardc.ir.constrain import constrain_p
 from shardc.ir.program import Program
+from shardc.ir.walk import renamed, with_atoms
 from shardc.machine.mesh import MeshView
 from shardc.passes.estimate.backend import backend_of
 from shardc.passes.estimate.sizes import piece_bytes
@@ -88,11 +89,8 @@ def pin_entries(program: Program, arguments: Sequence[Argument]) -> Program:
     if not moved:
         return program
 
-    def rename(atoms: Sequence[compat.Atom]) -> list[compat.Atom]:
-        return [a if compat.is_literal(a) else moved.get(a, a) for a in atoms]
-
-    body = [e.replace(invars=rename(e.invars)) for e in program.jaxpr.eqns]
-    jaxpr = compat.new_jaxpr(program.jaxpr.invars, rename(program.jaxpr.outvars), [*eqns, *body], program.jaxpr)
+    body = [with_atoms(e, moved) for e in program.jaxpr.eqns]
+    jaxpr = compat.new_jaxpr(program.jaxpr.invars, renamed(program.jaxpr.outvars, moved), [*eqns, *body], program.jaxpr)
     return program.after("pin_entries", jaxpr)
 
 
@@ -101,11 +99,8 @@ def without_entries(program: Program, arguments: Sequence[Argument]) -> Program:
     count = sum(map(moves, arguments))
     moved = {e.outvars[0]: e.invars[0] for e in program.jaxpr.eqns[:count]}
 
-    def rename(atoms: Sequence[compat.Atom]) -> list[compat.Atom]:
-        return [a if compat.is_literal(a) else moved.get(a, a) for a in atoms]
-
-    eqns = [e.replace(invars=rename(e.invars)) for e in program.jaxpr.eqns[count:]]
-    jaxpr = compat.new_jaxpr(program.jaxpr.invars, rename(program.jaxpr.outvars), eqns, program.jaxpr)
+    eqns = [with_atoms(e, moved) for e in program.jaxpr.eqns[count:]]
+    jaxpr = compat.new_jaxpr(program.jaxpr.invars, renamed(program.jaxpr.outvars, moved), eqns, program.jaxpr)
     return program.after("without_entries", jaxpr)
 
 

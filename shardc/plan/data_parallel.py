@@ -55,7 +55,7 @@ class DataParallel:
     __repr__ = __str__
 
 
-@compat.face
+@compat.api_boundary
 def data_parallel(axis: str | Sequence[str], *, batch: str | Sequence[str] = ()) -> DataParallel:
     """Exactly data parallel, for `in_placements=`: every device holds the parameters and sees a part of the rows.
 

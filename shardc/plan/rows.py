@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from shardc import compat
 from shardc.compat import Atom, Eqn, Jaxpr, Var
 from shardc.ir.box import box_p
 from shardc.ir.nested import bodies_of
+from shardc.ir.walk import short_aval
 from shardc.passes.place.problem import Node, Problem, Scope
 from shardc.sbp.placement import REPLICATED, Placement
 
@@ -110,14 +111,9 @@ def placement_word(placement: Placement) -> str:
     return str(placement) if placement else "B"
 
 
-def type_text(aval: Any) -> str:
-    """`f32[8,4]`."""
-    return aval.str_short(short_dtypes=True)
-
-
 def operation_text(eqn: Eqn) -> str:
     """`dot_general f32[8,4] f32[4,2] -> f32[8,2]`."""
-    sides = (" ".join(type_text(a.aval) for a in side) for side in (eqn.invars, eqn.outvars))
+    sides = (" ".join(short_aval(a.aval) for a in side) for side in (eqn.invars, eqn.outvars))
     return " ".join(filter(None, (eqn.primitive.name, " -> ".join(sides))))
 
 

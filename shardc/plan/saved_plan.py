@@ -16,13 +16,14 @@ from typing import Any, Final, NamedTuple
 from shardc import compat
 from shardc.errors import ArgumentError
 from shardc.ir.program import Program
+from shardc.ir.walk import short_aval
 from shardc.machine.mesh import MeshView
 from shardc.passes.trace.pins import Rules
 from shardc.plan.borders import moves, without_entries
 from shardc.plan.digest import digests
 from shardc.plan.plan import SpmdPlan
 from shardc.plan.rewrites import rewrites_of
-from shardc.plan.rows import Row, placement_word, rows_of, type_text
+from shardc.plan.rows import Row, placement_word, rows_of
 from shardc.sbp.placement import REPLICATED, Placement
 from shardc.typed_json import parsed, typed
 
@@ -124,8 +125,8 @@ def record_borders(
     gap: float | None,
 ) -> SavedPlan:  # fmt: skip
     """Where the arguments and results of a plan live, without its operations."""
-    leaves = [SavedLeaf(type_text(a), p) for a, p in zip(program.in_avals, inputs, strict=True)]
-    results = [SavedLeaf(type_text(a), p) for a, p in zip(program.out_avals, outputs, strict=True)]
+    leaves = [SavedLeaf(short_aval(a), p) for a, p in zip(program.in_avals, inputs, strict=True)]
+    results = [SavedLeaf(short_aval(a), p) for a, p in zip(program.out_avals, outputs, strict=True)]
     given = len(leaves) - len(program.captured)
     return SavedPlan(
         program.name, dict(mesh.sizes), seconds, gap,
@@ -182,7 +183,7 @@ def _placement(word: str) -> Placement:
     return REPLICATED if word == "B" else Placement.parse(word)
 
 
-@compat.face
+@compat.api_boundary
 def load_plan(path: str | PathLike[str]) -> SavedPlan:
     """Reads a plan that `plan.save(path)` wrote.
 

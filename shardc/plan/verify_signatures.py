@@ -20,10 +20,11 @@ from shardc.compat import Eqn
 from shardc.errors import SignatureError, all_offenders
 from shardc.ir.user_shard_map import is_unit
 from shardc.machine.mesh import MeshView
-from shardc.passes.lower.lower import Lowering
+from shardc.passes.lower.lower import WholeLowering
 from shardc.passes.trace.find_signatures import OperationSignatures, found_of
 from shardc.plan.plan import SpmdPlan
 from shardc.sbp.placement import Placement, local_extent
+from shardc.sbp.signature import is_extended
 
 SLACK = 64
 """Units in the last place, of the largest element, by which pieces may differ from the whole."""
@@ -58,20 +59,14 @@ def check_found(plan: SpmdPlan, args: Sequence[Any], where: str) -> int:
     return low.compared
 
 
-class _Checking(Lowering):
-    """Runs on whole values; boxings and moves to the host are the identity."""
+class _Checking(WholeLowering):
+    """Runs a program on whole values, and the operations whose signatures were found on pieces too."""
 
     def __init__(self, plan: SpmdPlan, mesh: MeshView) -> None:
         super().__init__(plan.boxed, mesh)
         self.wrong: dict[str, str] = {}
         self.compared = 0
         self._lock = threading.Lock()
-
-    def box(self, eqn: Eqn, x: Any) -> Any:
-        return x
-
-    def memory_move(self, eqn: Eqn, x: Any) -> Any:
-        return x
 
     def operation(self, eqn: Eqn, operands: list[Any]) -> Sequence[Any]:
         if is_unit(eqn):
@@ -108,7 +103,7 @@ class _Checking(Lowering):
                 if text:
                     self.wrong.setdefault(primitive, f"{line}: result {k}, {kind} at {where}: {text}")
 
-        if jnp.issubdtype(want.dtype, jax.dtypes.prng_key):
+        if is_extended(want.dtype):
             got, want = jax.random.key_data(got), jax.random.key_data(want)
         jax.debug.callback(hold, got, want)
 

@@ -10,11 +10,12 @@ from typing import Any, Final
 
 from jax.sharding import Mesh
 
+from shardc.errors import number_text
 from shardc.machine.devices import processes_of
 from shardc.pipeline.plan import MpmdPlan
 from shardc.pipeline.schedule.action import Action
 from shardc.pipeline.schedule.simulate import Timeline
-from shardc.report.tables import number_text, seconds_text
+from shardc.report.tables import seconds_text
 from shardc.runtime.actor import Network, Span
 from shardc.runtime.calls import processes_text
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Final
 
-from shardc.arrays.far import SMALL, bytes_of, is_small
+from shardc.arrays.remote import SMALL, bytes_of, is_small
 from shardc.machine.mesh import MeshView
 from shardc.passes.estimate.plan_cost import Time
 from shardc.pipeline.place_stages import Stage

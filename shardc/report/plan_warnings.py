@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Final
 
 from shardc import compat
 from shardc.compat import Eqn
+from shardc.errors import number_text
 from shardc.ir.walk import bytes_of, local_bytes
 from shardc.passes.trace.canonicalize import EVERY
 from shardc.passes.trace.pins import code_text
 from shardc.pipeline.options import Pipeline
 from shardc.plan.borders import match_donated
-from shardc.report.tables import bytes_text, number_text, seconds_text
+from shardc.report.tables import bytes_text, seconds_text
 
 if TYPE_CHECKING:
     from shardc.pipeline.plan import PlanView

@@ -10,48 +10,82 @@ from typing import Any, Final
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.random import threefry_prng_impl
 
 from shardc import compat
+from shardc.ir.ranges import join_ranges_p
+from shardc.ir.user_operation import signature
 from shardc.ir.walk import operation_of
 from shardc.report.tables import Section, report_text
 from shardc.sbp.signature import Factors, Rule, find_rule, rules
+
+
+def _pooled(x: jax.Array) -> jax.Array:
+    return lax.reduce_window(x, -jnp.inf, lax.max, (1, 2), (1, 2), "VALID")
+
 
 EXAMPLES: Final[Mapping[str, Callable[[jax.Array], Any]]] = {
     "approx_top_k": lambda x: lax.approx_max_k(x, 2),
     "argmax": lambda x: x.argmax(1),
     "bitcast_convert_type": lambda x: lax.bitcast_convert_type(x, "int32"),
     "broadcast_in_dim": lambda x: jnp.broadcast_to(x, (3, 4, 6)),
+    "cholesky": lambda _: lax.linalg.cholesky(jnp.zeros((2, 4, 4))),
     "concatenate": lambda x: lax.concatenate([x, x], 1),
     "conv_general_dilated": lambda x: lax.conv(jnp.zeros((2, 4, 8, 8)), jnp.zeros((6, 4, 3, 3)), (1, 1), "SAME"),
     "convert_element_type": lambda x: x.astype("bfloat16"),
     "dot_general": lambda x: x @ x.T,
     "dynamic_slice": lambda x: lax.dynamic_slice(x, (x.argmax(), 0), (2, 6)),
     "dynamic_update_slice": lambda x: lax.dynamic_update_slice(x, x[:2], (x.argmax(), 0)),
+    "empty": lambda x: lax.empty(x.shape, x.dtype),
     "fft": jnp.fft.fft,
     "gather": lambda x: x[jnp.arange(3)],
     "integer_pow": lambda x: lax.integer_pow(x, 3),
     "iota": lambda x: lax.broadcasted_iota("int32", x.shape, 1),
+    "iota_2x32_shape": lambda x: threefry_prng_impl.random_bits(jnp.zeros(2, "uint32"), 32, x.shape),
+    "join_ranges": lambda x: join_ranges_p.bind(x, dim=1, size=6, ranges=((0, 3, 6), (3, 0, 3))),
+    "lu_pivots_to_permutation": lambda _: lax.linalg.lu_pivots_to_permutation(jnp.zeros((2, 4), "int32"), 6),
     "not": lambda x: ~(x > 0),
     "or": lambda x: (x > 0) | (x < 1),
+    "ormqr": lambda x: lax.linalg.ormqr(x, x[0, :4], x),
     "pad": lambda x: lax.pad(x, 0.0, ((0, 0, 0), (1, 1, 0))),
+    "polynomial": lambda x: lax.polynomial(x, [x, x]),
+    "ragged_dot_general": lambda x: lax.ragged_dot(x, jnp.zeros((2, 6, 5)), jnp.array([2, 2])),
     "random_bits": lambda x: jax.random.bits(jax.random.key(0), x.shape),
+    "random_clone": lambda _: jax.random.clone(jax.random.split(jax.random.key(0), 4)),
+    "random_fold_in": lambda x: jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(0), x.argmax(1)),
+    "random_gamma": lambda x: jax.random.gamma(jax.random.key(0), x),
+    "random_seed": lambda x: jax.vmap(jax.random.key)(x.argmax(1)),
     "random_split": lambda _: jax.random.split(jax.random.key(0), 4),
+    "random_unwrap": lambda _: jax.random.key_data(jax.random.split(jax.random.key(0), 4)),
+    "random_wrap": lambda _: jax.random.wrap_key_data(jnp.zeros((4, 2), "uint32")),
+    "reduce": lambda x: lax.reduce(x, 1.0, lambda a, b: a * b + a + b, (1,)),
     "reduce_and": lambda x: (x > 0).all(1),
     "reduce_max": lambda x: x.max(1),
     "reduce_min": lambda x: x.min(1),
     "reduce_prod": lambda x: x.prod(1),
     "reduce_sum": lambda x: x.sum(1),
-    "reduce_window_max": lambda x: lax.reduce_window(x, -jnp.inf, lax.max, (1, 2), (1, 2), "VALID"),
+    "reduce_window": lambda x: lax.reduce_window(x, 1.0, lambda a, b: a * b + a + b, (1, 2), (1, 2), "VALID"),
+    "reduce_window_max": _pooled,
     "reduce_window_min": lambda x: lax.reduce_window(x, jnp.inf, lax.min, (1, 2), (1, 2), "VALID"),
     "reduce_window_sum": lambda x: lax.reduce_window(x, 0.0, lax.add, (1, 2), (1, 2), "VALID"),
     "reshape": lambda x: x.reshape(24),
     "rev": lambda x: lax.rev(x, (1,)),
     "scatter-add": lambda x: x.at[jnp.arange(3)].add(1.0),
+    "scaled_dot": lambda x: lax.scaled_dot(
+        x, x.T, lhs_scale=x[:, :3], rhs_scale=x.T[:3], dimension_numbers=(((1,), (0,)), ((), ()))
+    ),
+    "select_and_gather_add": lambda x: jax.jvp(_pooled, (x,), (x,)),
+    "select_and_scatter_add": jax.grad(lambda x: _pooled(x).sum()),
+    "select_n": lambda x: jnp.where(x > 0, x, x),
     "slice": lambda x: lax.slice(x, (0, 1), (4, 5)),
     "squeeze": lambda x: lax.squeeze(x[None], (0,)),
+    "symmetric_product": lambda x: lax.linalg.symmetric_product(x, x[:, :4]),
+    "tile": lambda x: lax.tile(x, (1, 2)),
     "top_k": lambda x: lax.top_k(x, 2),
     "transpose": jnp.transpose,
     "triangular_solve": lambda x: lax.linalg.triangular_solve(x[:, :4], x, left_side=True),
+    "user_operation": lambda x: signature("b s, s d -> b d")(jnp.dot)(x, x.T),
+    "tridiagonal_solve": lambda x: lax.linalg.tridiagonal_solve(x[:, 0], x[:, 0], x[:, 0], x),
 }
 """For a primitive a call of an array of two dimensions that has it. Functions of `jax.lax` that take nothing but such
 arrays need none."""
@@ -68,7 +102,7 @@ def rules_text(width: int | None = None) -> str:
         file = Path(*fn.__module__.split(".")).with_suffix(".py").as_posix()
         words = (fn.__doc__ or "").partition("\n\n")[0]
         listed = textwrap.fill(", ".join(names), 48, break_on_hyphens=False)
-        row = listed, next(_formulas(names), ""), textwrap.shorten(words, 80, placeholder=" ...")
+        row = listed, next(_formulas(names), "not in this JAX"), textwrap.shorten(words, 80, placeholder=" ...")
         files.setdefault(file, []).append(row)
     tables = (Section(file, ("primitive", "formula", "rule"), rows) for file, rows in sorted(files.items()))
     return report_text([Section(_ABOUT), *tables], width)
@@ -83,7 +117,7 @@ def _formulas(names: list[str]) -> Iterator[str]:
         for call, count in calls:
             try:
                 closed = jax.make_jaxpr(call)(*[x] * count)
-            except (TypeError, ValueError):  # it takes more arguments, or others
+            except (AttributeError, TypeError, ValueError):  # it takes other arguments, or JAX is older
                 continue
             for eqn in _eqns(closed.jaxpr):
                 if eqn.primitive.name == name:

@@ -33,6 +33,7 @@ from shardc.report.tables import (
     times_text,
 )
 from shardc.sbp.placement import Placement, local_extent, local_shape
+from shardc.sbp.signature import is_extended
 
 
 def show(x: Any, device: int | Mapping[str, int] | None = None) -> str:
@@ -177,7 +178,7 @@ def _on_mesh(x: Any) -> list[LocatedArray] | str:
         ]
     if isinstance(x, PlacedArray):
         return [LocatedArray(x.shape, x.dtype, x.placement, x.mesh, x.physical)]
-    if compat.is_tracer(x):
+    if isinstance(x, compat.Tracer):
         return "is being traced and is on no device yet; plan.explain() shows the placements of a function's values"
     sharding = getattr(x, "sharding", None)
     if isinstance(sharding, NamedSharding):
@@ -304,7 +305,7 @@ def _piece(part: LocatedArray, at: Mapping[str, int]) -> str:
     data = next((s.data for s in shards if s.device == device), None)
     if data is None:
         return f"{line}\nIts values are not on this machine." if shards else line
-    if jax.dtypes.issubdtype(data.dtype, jax.dtypes.extended):
+    if is_extended(data.dtype):
         return f"{line}\n{jax.random.key_data(data)}"
     value = np.asarray(data)
     if value.ndim > len(part.shape):

@@ -16,6 +16,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from shardc.errors import number_text
 from shardc.machine.mesh import AnyMesh, stages_text
 from shardc.machine.topology import Topology
 from shardc.sbp.placement import Placement
@@ -59,11 +60,6 @@ def signed_text(difference: float, text: Callable[[float], str]) -> str:
 def placement_text(placement: Placement | str) -> str:
     """A placement; one that names no axis is `B`."""
     return "B" if str(placement) == "{}" else str(placement)
-
-
-def number_text(count: int, noun: str) -> str:
-    """`1 array`, `2 arrays`, `0 matches`."""
-    return f"{count} {noun}{'' if count == 1 else 'es' if noun.endswith(('s', 'ch')) else 's'}"
 
 
 def percent_text(fraction: float) -> str:

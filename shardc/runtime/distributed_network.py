@@ -112,7 +112,7 @@ class DistributedNetwork:
         me = {link.me for link in links.values()}
         self.mine = [a for a, ps in enumerate(places) if not links or me & set(ps)]
         self.ports: dict[int, Port] = {
-            a: _FarPort(self, [links[p] for p in ps])
+            a: _RemotePort(self, [links[p] for p in ps])
             for a, ps in enumerate(places)
             if a not in self.mine and links.keys() >= set(ps)
         }
@@ -402,7 +402,7 @@ class DistributedNetwork:
         self.links[peer].send_when_packed(frame)
 
 
-class _FarPort:
+class _RemotePort:
     """The port of an actor that runs in other processes."""
 
     def __init__(self, network: DistributedNetwork, links: Sequence[Link]) -> None:

@@ -55,7 +55,7 @@ class Discovery:
         return "\n".join(lines)
 
 
-@compat.face
+@compat.api_boundary
 def discover(
     fn: Callable[..., Any], *args: Any, draws: int = 4, seed: int = 0,
     draw: Callable[[np.random.Generator], Sequence[Any]] | None = None,

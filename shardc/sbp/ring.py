@@ -83,16 +83,6 @@ def ring_of(rule: Rule, setting: Setting) -> Ring | None:
     return None
 
 
-def goes_around(ring: Ring, rule: Rule, setting: Setting) -> bool:
-    """Whether the pieces of a ring are alike and contiguous: all of them are full, and no other axis cuts them
-    further."""
-    port = ring.port(rule)
-    aval, placement = setting.port(port)
-    dim = (*rule.operands, *rule.results)[port].index(ring.factor)
-    axes = placement.axes_of(dim)
-    return axes[-1] == ring.axis and aval.shape[dim] % math.prod(setting.sizes[a] for a in axes) == 0
-
-
 def ring_price(ring: Ring, rule: Rule, op: Operation, held: Sequence[Any], flops: Any, mesh: MeshView) -> RingTime:
     """The time of a ring, in numbers or in arrays.
 

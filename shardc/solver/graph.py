@@ -25,6 +25,8 @@ class Graph(NamedTuple):
         to one variable are contiguous, in the order of its edges.
       share: (variables,) the share of a variable's costs that each edge ahead gets.
       left: (variables,) the share that no edge gets on the way back.
+      table: (edges,) in compiled kernels the address of the table of each edge, whose rows are the values here. The
+        caller keeps the arrays alive.
     """
 
     order: Index
@@ -36,6 +38,7 @@ class Graph(NamedTuple):
     at: Index
     share: Table
     left: Table
+    table: Index = np.empty(0, np.intp)
 
 
 class Members(NamedTuple):

@@ -48,7 +48,7 @@ NO_PIPELINES: Final = "No pipelines: they need a function with one loop of shard
 SCHEDULES: Final = ("1f1b", "interleaved", "zb-h1")
 
 
-@compat.face
+@compat.api_boundary
 def tune(  # noqa: PLR0913  # a public face
     fn: Callable[..., Any],
     *args: Any,

@@ -10,13 +10,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 import shardc
 from shardc import compat
 from shardc.arrays.pieces import (
+    assemble,
     from_bytes,
     on_host,
     pack,
     pack_array,
     piece_numbers,
     pieces_of_process,
-    put_together,
     unpack_array,
     words,
 )
@@ -40,7 +40,7 @@ def test_there_and_back(mesh, spec, dtype):
     assert sorted(numbers) == list(range(len(index)))
     assert sum(b.nbytes for b in buffers) == x.nbytes  # copies of a piece are sent once
     pieces = dict(zip(numbers, buffers, strict=True))
-    back = put_together(pieces, sharding, x.shape, x.dtype)
+    back = assemble(pieces, sharding, x.shape, x.dtype)
     assert back.sharding == sharding and back.dtype == dtype
     np.testing.assert_array_equal(np.asarray(back), x)
     np.testing.assert_array_equal(on_host(pieces, sharding, x.shape, x.dtype), x)
@@ -59,7 +59,7 @@ def test_scalars_and_empty_arrays(mesh, shape):
     sharding = NamedSharding(mesh, PartitionSpec())
     x = jax.device_put(np.ones(shape, np.float32), sharding)
     numbers, buffers = pack(x, sharding, {0})
-    back = put_together(dict(zip(numbers, buffers, strict=True)), sharding, shape, np.dtype(np.float32))
+    back = assemble(dict(zip(numbers, buffers, strict=True)), sharding, shape, np.dtype(np.float32))
     np.testing.assert_array_equal(np.asarray(back), np.ones(shape, np.float32))
 
 
@@ -68,7 +68,7 @@ def test_random_keys(mesh):
     keys = jax.device_put(jax.random.split(jax.random.key(1), 8), sharding)
     shape = (8, *compat.words_of_keys(keys.dtype))
     numbers, buffers = pack(keys, sharding, set(range(4)))
-    back = put_together(dict(zip(numbers, buffers, strict=True)), sharding, shape, np.dtype(np.uint32))
+    back = assemble(dict(zip(numbers, buffers, strict=True)), sharding, shape, np.dtype(np.uint32))
     again = compat.keys_of_words(back, keys.dtype)
     assert again.dtype == keys.dtype
     np.testing.assert_array_equal(np.asarray(words(again)), np.asarray(words(keys)))

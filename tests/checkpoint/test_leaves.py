@@ -9,8 +9,8 @@ from flax import linen, nnx
 from jax.sharding import Mesh
 
 from shardc import PlacedArray, Placement, S, StackedArray, make_mesh
-from shardc.arrays.far import FarArray
 from shardc.arrays.placed import put_leaf
+from shardc.arrays.remote import RemoteArray
 from shardc.checkpoint.leaves import (
     blocks_of,
     check_owned,
@@ -19,14 +19,14 @@ from shardc.checkpoint.leaves import (
     described,
     dtype_text,
     encode,
-    is_far,
+    is_remote,
     named_leaves,
     stored_dtype,
     value_of,
 )
 from shardc.checkpoint.manifest import RowBlock, StoredLeaf
 from shardc.errors import CheckpointError
-from shardc.machine.devices import FarDevice
+from shardc.machine.devices import RemoteDevice
 
 DTYPES = [
     *(np.dtype(t) for t in ("bool", "int8", "uint16", "int64", "float16", "float32", "float64", "complex64", ">f4")),
@@ -37,11 +37,11 @@ DTYPES = [
 
 def elsewhere(process):
     """A mesh of another JAX runtime."""
-    return Mesh(np.array([FarDevice(process, i, "cpu", "cpu") for i in range(4)]), ("a",))
+    return Mesh(np.array([RemoteDevice(process, i, "cpu", "cpu") for i in range(4)]), ("a",))
 
 
 def far(shape, mesh):
-    return FarArray(jax.ShapeDtypeStruct(shape, np.float32), Placement({}), mesh)
+    return RemoteArray(jax.ShapeDtypeStruct(shape, np.float32), Placement({}), mesh)
 
 
 def bits(x):
@@ -101,8 +101,8 @@ def test_pieces_of_a_stack_are_blocks_of_rows():
 
 def test_what_lives_elsewhere_has_no_blocks():
     x = far((2, 2), make_mesh(a=2))
-    assert is_far(x) and blocks_of(0, x) == []
-    assert not is_far(put_leaf(np.zeros(5), make_mesh(a=2), Placement({"a": S(0)}))) and not is_far(np.zeros(5))
+    assert is_remote(x) and blocks_of(0, x) == []
+    assert not is_remote(put_leaf(np.zeros(5), make_mesh(a=2), Placement({"a": S(0)}))) and not is_remote(np.zeros(5))
     assert described("x", x) == StoredLeaf("x", "array", "float32", (2, 2))
 
 

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardc import PlacedArray, Placement, S, StackedArray, make_mesh
-from shardc.arrays.far import Arrival, FarArray
 from shardc.arrays.placed import put_leaf
+from shardc.arrays.remote import Arrival, RemoteArray
 from shardc.checkpoint.leaves import described
 from shardc.checkpoint.targets import Given, placed_like, target_of
 from shardc.errors import ArgumentError, PlacementError
@@ -96,10 +96,10 @@ def test_what_lives_elsewhere_is_not_read():
 
 
 def test_a_small_array_that_lives_elsewhere_has_the_saved_value():
-    x = FarArray(jax.typeof(jnp.zeros(2)), Placement({}), make_mesh(a=2), Arrival(lambda: np.zeros(2)))
+    x = RemoteArray(jax.typeof(jnp.zeros(2)), Placement({}), make_mesh(a=2), Arrival(lambda: np.zeros(2)))
     value = np.array([1, 2], np.float32)
     got = made(target_of(x, described("x", x)), value)
-    assert type(got) is FarArray and got.mesh == x.mesh
+    assert type(got) is RemoteArray and got.mesh == x.mesh
     np.testing.assert_array_equal(got, value)
 
 

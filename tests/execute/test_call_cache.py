@@ -24,13 +24,13 @@ def mesh():
 def long_ways(monkeypatch):
     """The calls that were taken apart."""
     taken = []
-    original = Arguments.take_apart
+    original = Arguments.bind
 
-    def take_apart(self, args, kwargs):
+    def bind(self, args, kwargs):
         taken.append(args)
         return original(self, args, kwargs)
 
-    monkeypatch.setattr(Arguments, "take_apart", take_apart)
+    monkeypatch.setattr(Arguments, "bind", bind)
     return taken
 
 

@@ -10,7 +10,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import shardc
 from shardc.machine import devices as module
-from shardc.machine.devices import FarDevice, is_far, is_here, process_of, processes_of
+from shardc.machine.devices import RemoteDevice, is_here, is_remote, process_of, processes_of
 from shardc.machine.mesh import view
 from shardc.runtime.cluster import RunConfig
 
@@ -37,16 +37,16 @@ def second_of_two(monkeypatch):
 
 def test_a_process_alone():
     assert shardc.devices() == jax.devices()
-    assert processes_of(shardc.devices()) == [0] and is_here(shardc.devices()) and not is_far(shardc.devices())
+    assert processes_of(shardc.devices()) == [0] and is_here(shardc.devices()) and not is_remote(shardc.devices())
 
 
 def test_devices_of_all_processes(second_of_two):
     found = shardc.devices()
     assert [process_of(d) for d in found] == [0] * 4 + [1] * 8
-    assert found[4:] == jax.devices() and found[0] == FarDevice(0, 0, "cpu", "cpu")
+    assert found[4:] == jax.devices() and found[0] == RemoteDevice(0, 0, "cpu", "cpu")
     assert len(json.loads(second_of_two["devices"])) == 8
-    assert is_here(found) and not is_here(found[:4]) and is_far(found) and not is_far(found[4:])
-    assert repr(found[1]) == "FarDevice(process 0, cpu 1)"
+    assert is_here(found) and not is_here(found[:4]) and is_remote(found) and not is_remote(found[4:])
+    assert repr(found[1]) == "RemoteDevice(process 0, cpu 1)"
 
 
 def test_a_mesh_has_as_many_devices_of_each_process(second_of_two):
@@ -59,7 +59,7 @@ def test_a_mesh_has_as_many_devices_of_each_process(second_of_two):
 
 
 def test_far_devices_are_planned_for(second_of_two):
-    far = np.array([FarDevice(0, i, "cpu", "cpu") for i in range(4)])
+    far = np.array([RemoteDevice(0, i, "cpu", "cpu") for i in range(4)])
     mesh = Mesh(far, ("data",), (AxisType.Auto,))
     assert view(mesh) == view(Mesh(np.array(jax.devices()[:4]), ("data",), (AxisType.Auto,)))
     sharding = NamedSharding(mesh, PartitionSpec("data"))
@@ -70,4 +70,4 @@ def test_processes_of_an_island(monkeypatch):
     cluster = SimpleNamespace(me=3, processes=4, config=config(3, 4))
     monkeypatch.setattr(module, "current", lambda: cluster)
     assert [process_of(SimpleNamespace(process_index=i)) for i in (0, 1)] == [2, 3]
-    assert process_of(FarDevice(1, 0, "cpu", "cpu")) == 1
+    assert process_of(RemoteDevice(1, 0, "cpu", "cpu")) == 1

@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 
 import shardc
 from shardc import S
-from shardc.arrays.far import FarArray, is_far
+from shardc.arrays.remote import RemoteArray, is_remote
 from shardc.execute.process_group import group_of_run
 from shardc.machine.devices import process_of
 from shardc.runtime.cluster import current
@@ -132,7 +132,7 @@ def an_argument_of_two_stages_and_results_elsewhere():
     mesh = shardc.make_mesh(pipe=2, data=2)
     step, (params, _) = check_training(shardc.Pipeline(), mesh, 2, in_placements={"batch": {"data": S(0)}})
     far, near = ("w1", "w0") if current().me == 0 else ("w0", "w1")
-    assert is_far(params[far]) and not is_far(params[near]) and isinstance(params[far], FarArray)
+    assert is_remote(params[far]) and not is_remote(params[near]) and isinstance(params[far], RemoteArray)
     with pytest.raises(shardc.ClusterError, match=r"lives in process \d and cannot be read here; shardc.fetch"):
         np.asarray(params[far])
     made = executable_of(step)

@@ -27,7 +27,7 @@ from shardc.machine.mesh import MeshView
 from shardc.passes.lower.lower_boxing import MeshWire, emit_step
 from shardc.sbp.piece import run_piece
 from shardc.sbp.placement import REPLICATED, Placement, is_even
-from shardc.sbp.signature import Site, extent, find_rule
+from shardc.sbp.signature import Site, extent, find_rule, is_extended
 
 
 class Lowering:
@@ -90,7 +90,7 @@ class Lowering:
         if compat.is_literal(eqn.invars[0]):
             x = jax.numpy.asarray(x, aval.dtype)
         steps = boxing_of(eqn, self.mesh).steps
-        keys = x if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key) else None
+        keys = x if is_extended(aval.dtype) else None
         if keys is not None:  # the words of the keys move: one more dimension
             x = jax.random.key_data(keys)
             shape = (*shape, *x.shape[keys.ndim :])
@@ -115,6 +115,15 @@ class Lowering:
                 at = lax.broadcasted_iota(np.int32, x.shape, dim)
                 x = lax.select(at < valid, x, lax.full_like(x, 0))
         return x
+
+
+class WholeLowering(Lowering):
+    """Runs on whole values on one device; boxings and moves to the host are the identity."""
+
+    def box(self, eqn: Eqn, x: Any) -> Any:
+        return x
+
+    memory_move = box
 
 
 def _scan(low: Lowering, eqn: Eqn, operands: list[Any]) -> Sequence[Any]:

@@ -27,11 +27,12 @@ from shardc.errors import ArgumentError, all_offenders
 from shardc.ir.boundary import END, mark_cut
 from shardc.passes.trace.microbatches import CARRY, MicrobatchCall, Split, microbatch_call
 from shardc.passes.trace.trace import is_array, leaves_by_path, path_text
+from shardc.sbp.signature import is_extended
 
 REDUCTIONS: Final = ("mean", "sum", "stack", "last")
 
 
-@compat.face
+@compat.api_boundary
 def accumulate(
     fn: Callable[..., Any],
     *,
@@ -226,7 +227,7 @@ class _Loop:
         return found
 
     def _why_unclear(self, word: str | None, aval: Any) -> str:
-        key = jnp.issubdtype(aval.dtype, jax.dtypes.extended)
+        key = is_extended(aval.dtype)
         if key and word not in ("stack", "last"):
             return 'a random key; "stack" or "last".'
         if word in (None, "mean") and not jnp.issubdtype(aval.dtype, jnp.inexact):
@@ -280,7 +281,7 @@ class _Loop:
     def _loop(self, rows: Any, whole: Any) -> tuple[list[Any], list[Any]]:
         """The loop itself: a scan whose carry is the state, the sums and the last results."""
         kinds, avals = self.result.kinds, self.result.avals
-        stacked = [k == "stack" or (k == "last" and _is_extended(a)) for k, a in zip(kinds, avals, strict=False)]
+        stacked = [k == "stack" or (k == "last" and is_extended(a.dtype)) for k, a in zip(kinds, avals, strict=False)]
 
         def step(carry: Any, xs: Any) -> Any:
             state, kept = carry
@@ -352,10 +353,6 @@ def _held(xs: Sequence[Any], kinds: Sequence[str], stacked: Sequence[bool]) -> l
 
 def _text(x: Any) -> str:
     return short_text(jnp.shape(x), jnp.result_type(x))
-
-
-def _is_extended(aval: Any) -> bool:
-    return jnp.issubdtype(aval.dtype, jax.dtypes.extended)
 
 
 def _is_float(x: Any) -> bool:

@@ -289,7 +289,7 @@ def canonicalize(
     consts: list[Atom] = []
     extra: list[Var] = []
     for var, value in zip(closed.jaxpr.constvars, closed.consts, strict=True):
-        if not var.aval.shape and not is_extended(var.aval.dtype) and not compat.is_tracer(value):
+        if not var.aval.shape and not is_extended(var.aval.dtype) and not isinstance(value, compat.Tracer):
             consts.append(compat.literal(value, var.aval))
         else:
             extra.append(compat.fresh_var(compat.without_sharding(var.aval)))
@@ -298,5 +298,7 @@ def canonicalize(
     inliner = _Inliner(marks, replicate=replicate)
     outvars = inliner.run(closed.jaxpr, consts, invars, None)
     jaxpr = compat.new_jaxpr([*invars, *extra], outvars, inliner.eqns, closed.jaxpr)
-    jaxpr = batch_lookups(jaxpr, {v: x for v, x in zip(extra, captured, strict=True) if not compat.is_tracer(x)})
+    jaxpr = batch_lookups(
+        jaxpr, {v: x for v, x in zip(extra, captured, strict=True) if not isinstance(x, compat.Tracer)}
+    )
     return compat.remove_dead(fold_transposes(jaxpr), [True] * len(outvars)), tuple(captured)

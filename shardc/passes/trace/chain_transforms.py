@@ -26,7 +26,7 @@ from shardc.compat import Atom, Eqn, Jaxpr, Var
 from shardc.ir.constrain import pin_of
 from shardc.ir.nested import bodies_of, with_bodies
 from shardc.ir.program import Program
-from shardc.ir.walk import all_eqns
+from shardc.ir.walk import all_eqns, renamed, with_atoms
 from shardc.passes.trace.canonicalize import inlined_eqns
 from shardc.sbp.placement import Pin
 
@@ -62,18 +62,18 @@ class _Chainer:
         self.orders: dict[Atom, Order] = {v: order for v, pin in pins.items() if (order := _order_of(pin, v))}
 
     def run(self, jaxpr: Jaxpr) -> Jaxpr:
-        eqns, renamed = list[Eqn](), dict[Var, Atom]()
+        eqns, names = list[Eqn](), dict[Var, Atom]()
         for old in jaxpr.eqns:
-            eqn = old.replace(invars=[a if compat.is_literal(a) else renamed.get(a, a) for a in old.invars])
+            eqn = with_atoms(old, names)
             if _is_of_several(eqn):
-                found, (renamed[eqn.outvars[0]],) = self.chain(eqn)
+                found, (names[eqn.outvars[0]],) = self.chain(eqn)
                 eqns += found
                 continue
             if bodies := bodies_of(eqn):
                 eqn = eqn.replace(params=with_bodies(eqn, list(map(self.run, bodies))))
             self.pass_on(eqn)
             eqns.append(eqn)
-        outvars = [a if compat.is_literal(a) else renamed.get(a, a) for a in jaxpr.outvars]
+        outvars = renamed(jaxpr.outvars, names)
         return compat.new_jaxpr(jaxpr.invars, outvars, eqns, jaxpr)
 
     def pass_on(self, eqn: Eqn) -> None:

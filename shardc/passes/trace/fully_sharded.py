@@ -69,7 +69,7 @@ def axis_names(who: str, axis: Any) -> tuple[str, ...]:
     return axes
 
 
-@compat.face
+@compat.api_boundary
 def fsdp(
     axis: str | Sequence[str], *, min_size: int = MIN_SIZE, only_if_divides: bool = True, beside: Any = None
 ) -> FullySharded:

@@ -32,6 +32,7 @@ from shardc.passes.trace.trace import (
     refuse_lost_writes,
     where_of,
 )
+from shardc.sbp.signature import is_extended
 
 CARRY: Final = "carry:"
 """Prefix of a reduction that names an argument: the result becomes that argument in the next microbatch."""
@@ -151,8 +152,8 @@ def microbatch_call(
     values = _by_name(where, known, args, kwargs)
     names, carried = list(values), split.carried
     _check_names(where, carried, split.keys, names, known)
-    opened = _open(where, {n: v for n, v in values.items() if _holds_nnx(v)})
-    objects = [n for n, v in values.items() if opened is not None and _holds_nnx(v)]
+    opened = _open(where, {n: v for n, v in values.items() if holds_nnx(v)})
+    objects = [n for n, v in values.items() if opened is not None and holds_nnx(v)]
     axes = _axes_for(where, split.in_axes, values, len(args), {*split.keys, *carried, *objects})
     pools = _Pools(where, split, carried)
     trees: list[Any] = []
@@ -262,7 +263,7 @@ def _check_names(
         raise ArgumentError(all_offenders(f"accumulate: {where}({', '.join(known or names)})", wrong))
 
 
-def _holds_nnx(value: Any) -> bool:
+def holds_nnx(value: Any) -> bool:
     return any(map(is_nnx, jax.tree.leaves(value, is_leaf=is_nnx)))
 
 
@@ -343,7 +344,7 @@ def _rows(x: Any, axis: int, m: int) -> jax.Array:
 def _split_key(where: str, at: str, key: Any, m: int) -> jax.Array:
     """[m, ...]: a key, or an array of keys, split for each microbatch."""
     aval = jax.typeof(key)
-    typed = jnp.issubdtype(aval.dtype, jax.dtypes.prng_key)
+    typed = is_extended(aval.dtype)
     if not typed and not (aval.dtype == np.uint32 and aval.ndim):
         raise ArgumentError(
             f"accumulate: {where}: keys names {at}, {short_text(aval.shape, aval.dtype)}, which is no random key; pass "

@@ -41,7 +41,7 @@ class Rules:
         return "rules({" + ", ".join(f"{p!r}: {leaf_text(s)}" for p, s in self.patterns) + f"}}{optional})"
 
 
-@compat.face
+@compat.api_boundary
 def rules(patterns: Mapping[str, Any], *, optional: str | Collection[str] = ()) -> Rules:
     """Placements by pattern over the paths of an argument's leaves.
 

@@ -30,7 +30,7 @@ from shardc.ir.nested import NESTED, Scan, bodies_of, nested_bodies, scan_of, wi
 from shardc.ir.program import Program
 from shardc.ir.transfer import is_transfer
 from shardc.ir.user_shard_map import is_unit
-from shardc.ir.walk import operation_of
+from shardc.ir.walk import operation_of, reads_of, renamed, with_atoms
 from shardc.machine.mesh import MeshView
 from shardc.passes.trace.canonicalize import inlined_eqns
 from shardc.sbp.placement import Pin
@@ -106,12 +106,12 @@ class _Sharer:
 
     def run(self, jaxpr: Jaxpr) -> Jaxpr:
         eqns: list[Eqn] = []
-        renamed: dict[Var, Atom] = {}
+        names: dict[Var, Atom] = {}
         changed = False
         for old in jaxpr.eqns:
             eqn = old
-            if renamed:
-                eqn = eqn.replace(invars=[a if compat.is_literal(a) else renamed.get(a, a) for a in eqn.invars])
+            if names:
+                eqn = with_atoms(eqn, names)
             if bodies := bodies_of(eqn):
                 self.outer |= _seen_inside(eqn)
                 new = [self.run(b) for b in bodies]
@@ -126,11 +126,11 @@ class _Sharer:
             changed = True
             found, results = shared
             self.note(found)
-            renamed |= dict(zip(eqn.outvars, results, strict=True))
+            names |= dict(zip(eqn.outvars, results, strict=True))
             eqns += found
         if not changed:
             return jaxpr
-        outvars = [a if compat.is_literal(a) else renamed.get(a, a) for a in jaxpr.outvars]
+        outvars = renamed(jaxpr.outvars, names)
         return compat.new_jaxpr(jaxpr.invars, outvars, eqns, jaxpr)
 
     def note(self, eqns: Sequence[Eqn]) -> None:
@@ -230,10 +230,7 @@ def _carries(scan: Scan) -> list[Combination | None] | None:
     another."""
     body = scan.body
     inside = body.invars[scan.consts : scan.rows_at]
-    reads: dict[Var, int] = {}
-    for a in (*(a for e in body.eqns for a in e.invars), *body.outvars):
-        if not compat.is_literal(a):
-            reads[a] = reads.get(a, 0) + 1
+    reads = reads_of(body.eqns, body.outvars)
     maker = {v: e for e in body.eqns for v in e.outvars}
     found: list[Combination | None] = []
     for before, after in zip(inside, body.outvars, strict=False):

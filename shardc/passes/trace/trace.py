@@ -95,7 +95,7 @@ class Call:
 def is_array(x: Any) -> bool:
     """Whether a leaf is traced; other leaves are constants of the trace."""
     return isinstance(x, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct) or (
-        is_number(x) or compat.is_tracer(x)
+        is_number(x) or isinstance(x, compat.Tracer)
     )
 
 
@@ -177,7 +177,7 @@ class Arguments:
         rest = {n: s for n, s in by_name.items() if n not in self.names}
         return {**{n: s for n, s in by_name.items() if n in self.names}, **({self.var_keyword: rest} if rest else {})}
 
-    def take_apart(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+    def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
         """The leaves of a call.
 
         Raises:

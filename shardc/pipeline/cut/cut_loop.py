@@ -9,13 +9,13 @@ is inlined, and each stage recomputes its own part.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
 from shardc import compat
 from shardc.compat import Atom, Eqn, Jaxpr, Var
-from shardc.errors import PipelineError, all_offenders
+from shardc.errors import PipelineError, all_offenders, number_text
 from shardc.ir.boundary import END, microbatches_p, stage_boundary_p
 from shardc.ir.eqns import copy_eqn
 from shardc.ir.nested import REMAT, bodies_of, is_recompute, scan_of, trips_of
@@ -289,7 +289,8 @@ class _Placer:
     def _miscount(self, cuts: int, marks: Sequence[Eqn]) -> str:
         lines = _unique(compat.source_line(e) for e in marks)
         has = f"{cuts} ({', '.join(lines)})" if lines else "none"
-        rule = f"{_count(self.stages, 'stage')} need {_count(self.stages - 1, 'stage boundary')}, the loop has {has}"
+        need = number_text(self.stages - 1, "stage boundary")
+        rule = f"{number_text(self.stages, 'stage')} need {need}, the loop has {has}"
         passed = [(e.params["cut"], e.params["leaf"]) for e in marks]
         if len(set(passed)) < len(passed):
             return f"{rule}; {_TRACED_ONCE}"
@@ -518,15 +519,5 @@ class _Placer:
         )  # fmt: skip
 
 
-def _count(n: int, thing: str) -> str:
-    many = f"{thing[:-1]}ies" if thing.endswith("y") else f"{thing}s"
-    return f"{n} {thing if n == 1 else many}"
-
-
 def _latest(a: int | None, b: int | None) -> int | None:
     return b if a is None else a if b is None else max(a, b)
-
-
-def with_atoms(eqn: Eqn, names: Mapping[Var, Atom]) -> Eqn:
-    """`eqn` with its operands renamed."""
-    return eqn.replace(invars=[a if compat.is_literal(a) else names.get(a, a) for a in eqn.invars])

@@ -24,6 +24,7 @@ from shardc.ir.eqns import add_eqn, full_eqn
 from shardc.ir.nested import scan_params
 from shardc.ir.program import Program
 from shardc.ir.transfer import receive_p, send_p
+from shardc.ir.walk import renamed, with_atoms
 from shardc.pipeline.cut.cut_loop import (
     MicrobatchLoop,
     PlacedBody,
@@ -31,14 +32,13 @@ from shardc.pipeline.cut.cut_loop import (
     find_loop,
     place_body,
     stage_of,
-    with_atoms,
 )
 from shardc.pipeline.cut.find_homes import find_homes, largest
 from shardc.pipeline.cut.keep_state import keep_state
 from shardc.pipeline.cut.recompute_forward import recompute_forward
 from shardc.pipeline.cut.regroup import regroup
 from shardc.pipeline.cut.split_backward import split_backward
-from shardc.pipeline.cut.take_apart import take_apart
+from shardc.pipeline.cut.split_nested import split_nested
 from shardc.plan.borders import match_donated
 from shardc.plan.request import Argument
 
@@ -262,7 +262,7 @@ class _Assembler:
         loop, body, n = self.loop, self.loop.body, self.count
         mine = [(i, p) for i, p in enumerate(self.body.carries) if stage_of(p.position, n) == stage]
         ys = [(k, y) for k, (y, p) in enumerate(self.body.ys) if stage_of(p, n) == stage]
-        read = {a for e in eqns for a in e.invars if not compat.is_literal(a)}
+        read = {a for e in eqns for a in compat.variables(e.invars)}
         read |= {a for a in (*(p.after for _, p in mine), *(y for _, y in ys)) if not compat.is_literal(a)}
         operands = dict(zip(body.invars, loop.eqn.invars, strict=True))
         consts = [v for v in body.invars[: loop.consts] if v in read]
@@ -318,14 +318,14 @@ class _Assembler:
             else:
                 outer.append(with_atoms(eqn, names))
         self.scans = [s if s is None else with_atoms(s, names) for s in self.scans]
-        self.outvars = [a if compat.is_literal(a) else names.get(a, a) for a in jaxpr.outvars]
+        self.outvars = renamed(jaxpr.outvars, names)
         inputs, ahead = jaxpr.invars, self._ahead(outer)
-        self.anchors, self.outer = dict(self.made_in), [*take_apart(ahead, {}, {}), self.loop.eqn]
+        self.anchors, self.outer = dict(self.made_in), [*split_nested(ahead, {}, {}), self.loop.eqn]
         known = {v: min(stages) for v, stages in self._uses({}).items() if v not in self.made_in}
         around = [e for e in outer if e is not self.loop.eqn]
         belongs = find_homes(around, {**known, **self.made_in})
         first = set(ahead)
-        behind = take_apart([e for e in around if e not in first], self.anchors, belongs)
+        behind = split_nested([e for e in around if e not in first], self.anchors, belongs)
         self.outer += regroup(behind, self.anchors, self.outvars)
         uses = self._uses({})
         homes = [min(uses[v]) if uses.get(v) else belongs.get(v, 0) for v in inputs]
@@ -360,7 +360,7 @@ class _Assembler:
     def _uses(self, wanted: Mapping[Var, set[int]]) -> dict[Var, set[int]]:
         """The stages that read each variable, given the stages on which results are wanted."""
         uses = {v: set(stages) for v, stages in wanted.items()}
-        results = {a for a in self.outvars if not compat.is_literal(a)}
+        results = set(compat.variables(self.outvars))
         for eqn in reversed(self.outer):
             if eqn is self.loop.eqn:
                 for s, scan in enumerate(self.scans):
@@ -388,10 +388,10 @@ class _Assembler:
         if not hasattr(self, "built"):
             self._build()
         inputs = self.program.jaxpr.invars
-        read = {a for e in self.built[stage] for a in e.invars if not compat.is_literal(a)}
+        read = {a for e in self.built[stage] for a in compat.variables(e.invars)}
         results = [i for i, s in enumerate(self.result_stage) if s == stage]
         outvars = [self.outvars[i] for i in results]
-        read |= {a for a in outvars if not compat.is_literal(a)}
+        read |= set(compat.variables(outvars))
         arguments = [i for i, v in enumerate(inputs) if v in read]
         jaxpr: Jaxpr = compat.new_jaxpr([inputs[i] for i in arguments], outvars, self.built[stage], self.program.jaxpr)
         program = Program(
@@ -409,7 +409,7 @@ class _Assembler:
     def _build(self) -> None:
         """Make `self.built`, the equations of every stage with sends and receives, and the levels of their values."""
         n = self.count
-        results = {a for a in self.outvars if not compat.is_literal(a)}
+        results = set(compat.variables(self.outvars))
         self.built: list[list[Eqn]] = [[] for _ in range(n)]
         self.levels: list[dict[Var, int]] = [{} for _ in range(n)]
         self.home: dict[Var, int] = {}

@@ -16,7 +16,8 @@ from shardc import compat
 from shardc.compat import Eqn, Var
 from shardc.errors import PipelineError, all_offenders
 from shardc.ir.eqns import copy_eqn
-from shardc.pipeline.cut.cut_loop import PlacedBody, stage_of, with_atoms
+from shardc.ir.walk import with_atoms
+from shardc.pipeline.cut.cut_loop import PlacedBody, stage_of
 
 
 def keep_state(body: PlacedBody, where: str) -> PlacedBody:

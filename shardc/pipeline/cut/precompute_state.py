@@ -10,7 +10,6 @@ own, forward and backward, in any order of microbatches. State that never change
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Final
 
@@ -19,9 +18,9 @@ from shardc.compat import Atom, Eqn, Jaxpr, Var
 from shardc.ir.boundary import microbatches_p
 from shardc.ir.nested import scan_of, scan_params
 from shardc.ir.program import Program
-from shardc.ir.walk import ADDITIONS, bytes_of
+from shardc.ir.walk import ADDITIONS, bytes_of, reads_of, renamed, with_atoms
 from shardc.passes.trace.canonicalize import canonical_jaxpr
-from shardc.pipeline.cut.cut_loop import MicrobatchLoop, find_loops, with_atoms
+from shardc.pipeline.cut.cut_loop import MicrobatchLoop, find_loops
 
 SMALL: Final = 1 << 12
 """The most bytes of a value that is computed for all microbatches before the loop."""
@@ -45,7 +44,7 @@ def precompute_state(program: Program) -> Program:
     first, rows = _first_loop(loop, ahead, eqns, befores, afters, starts) if ahead else ([], [])
     outer = [*jaxpr.eqns[: loop.index], *first, _rest(loop, fixed, ahead, rows), *jaxpr.eqns[loop.index + 1 :]]
     names: dict[Var, Atom] = {loop.eqn.outvars[j]: starts[j] for j in fixed}
-    outvars = [a if compat.is_literal(a) else names.get(a, a) for a in jaxpr.outvars]
+    outvars = renamed(jaxpr.outvars, names)
     eqns = [with_atoms(e, names) for e in outer]
     return program.after("precompute_state", compat.new_jaxpr(jaxpr.invars, outvars, eqns, jaxpr))
 
@@ -56,8 +55,7 @@ def _ahead(
     """The numbers of the carries that can be computed before the loop, and the equations that compute them."""
     body = loop.body
     made = {v: i for i, e in enumerate(body.eqns) for v in e.outvars}
-    reads = Counter(a for e in body.eqns for a in e.invars if not compat.is_literal(a))
-    reads.update(a for a in body.outvars if not compat.is_literal(a))
+    reads = reads_of(body.eqns, body.outvars)
     number = {v: j for j, v in enumerate(befores)}
     constant = {*body.invars[: loop.consts], *(befores[j] for j in fixed)}
     slices: dict[int, tuple[set[int], set[int]]] = {}
@@ -112,7 +110,7 @@ def _first_loop(
     rows."""
     body, operand = loop.body, dict(zip(loop.body.invars, loop.eqn.invars, strict=True))
     mine = [befores[j] for j in ahead]
-    read = {a for e in eqns for a in e.invars if not compat.is_literal(a)} | {afters[j] for j in ahead}
+    read = {a for e in eqns for a in compat.variables(e.invars)} | {afters[j] for j in ahead}
     consts = [v for v in body.invars[: loop.consts + loop.carries] if v in read and v not in mine]
     inner = compat.new_jaxpr([*consts, *mine], [*(afters[j] for j in ahead), *mine], eqns, body)
     inner = canonical_jaxpr(inner, ())  # the two loops share no variables

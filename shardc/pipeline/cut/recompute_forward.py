@@ -14,8 +14,9 @@ from dataclasses import replace
 
 from shardc import compat
 from shardc.compat import Atom, Eqn, Var
+from shardc.ir.walk import with_atoms
 from shardc.passes.trace.canonicalize import with_own_bodies
-from shardc.pipeline.cut.cut_loop import PlacedBody, backward_position, forward_position, with_atoms
+from shardc.pipeline.cut.cut_loop import PlacedBody, backward_position, forward_position
 
 
 def recompute_forward(body: PlacedBody, stages: Collection[int]) -> PlacedBody:
@@ -30,14 +31,14 @@ def _repeated(body: PlacedBody, stage: int) -> tuple[tuple[int, Eqn], ...]:
     ahead, back = forward_position(stage), backward_position(stage, body.stages)
     made = {v: i for i, (p, e) in enumerate(body.eqns) if p == ahead for v in e.outvars}
     own = {v for p, e in body.eqns if p == back for v in e.outvars}
-    wanted = {v for p, e in body.eqns if p == back for v in _vars(e) if v in made and v not in own}
+    wanted = {v for p, e in body.eqns if p == back for v in compat.variables(e.invars) if v in made and v not in own}
     repeated: set[int] = set()
     pending = list(wanted)
     while pending:
         i = made[pending.pop()]
         if i not in repeated and not body.eqns[i][1].effects:
             repeated.add(i)
-            pending += [v for v in _vars(body.eqns[i][1]) if v in made]
+            pending += [v for v in compat.variables(body.eqns[i][1].invars) if v in made]
     names: dict[Var, Atom] = {}
     found: list[tuple[int, Eqn]] = []
     begun = False
@@ -52,7 +53,3 @@ def _repeated(body: PlacedBody, stage: int) -> tuple[tuple[int, Eqn], ...]:
         mine = {v: a for v, a in names.items() if v not in own} if p == back else {}
         found.append((p, with_atoms(eqn, mine)))
     return tuple(found)
-
-
-def _vars(eqn: Eqn) -> list[Var]:
-    return [a for a in eqn.invars if not compat.is_literal(a)]

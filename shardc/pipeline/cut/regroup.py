@@ -16,7 +16,7 @@ from jax.extend.core import Primitive
 
 from shardc import compat
 from shardc.compat import Atom, Eqn, Var
-from shardc.ir.walk import ADDITIONS
+from shardc.ir.walk import ADDITIONS, reads_of
 from shardc.pipeline.cut.reassociate import StageSum, reassociate, terms_of
 
 
@@ -31,10 +31,7 @@ def regroup(eqns: Sequence[Eqn], anchors: dict[Var, int], outvars: Sequence[Atom
       outvars: variables that are also read outside of `eqns`.
     """
     made = {v: e for e in eqns for v in e.outvars}
-    readers: dict[Var, int] = {}
-    for a in (*(a for e in eqns for a in e.invars), *outvars):
-        if not compat.is_literal(a):
-            readers[a] = readers.get(a, 0) + 1
+    readers = reads_of(eqns, outvars)
     inner = {
         (kind, a) for e in eqns if (kind := _kind(e)) for a in e.invars
         if not compat.is_literal(a) and readers[a] == 1

@@ -16,8 +16,9 @@ from shardc import compat
 from shardc.compat import Atom, Eqn, Var
 from shardc.ir.eqns import copy_eqn
 from shardc.ir.nested import REMAT, bodies_of, scan_of, scan_params
+from shardc.ir.walk import with_atoms
 from shardc.passes.trace.canonicalize import canonical_jaxpr
-from shardc.pipeline.cut.cut_loop import PlacedBody, backward_position, stage_of, weight_position, with_atoms
+from shardc.pipeline.cut.cut_loop import PlacedBody, backward_position, stage_of, weight_position
 
 
 def split_backward(body: PlacedBody) -> PlacedBody:
@@ -28,7 +29,7 @@ def split_backward(body: PlacedBody) -> PlacedBody:
     made = {v: p for p, e in body.eqns for v in e.outvars}
     awaited: set[Var] = set()
     for p, eqn in body.eqns:
-        awaited |= {v for v in _vars(eqn) if v in made and stage_of(made[v], n) != stage_of(p, n)}
+        awaited |= {v for v in compat.variables(eqn.invars) if v in made and stage_of(made[v], n) != stage_of(p, n)}
     awaited |= {c.after for c in body.carries if c.state}  # the next microbatch does not wait for weight gradients
     results = [v for v in (*(c.after for c in body.carries), *(y for y, _ in body.ys)) if not compat.is_literal(v)]
     found: list[tuple[int, Eqn]] = []
@@ -91,7 +92,7 @@ def part(eqns: Sequence[Eqn], awaited: Iterable[Var], results: Iterable[Var] = (
     for eqn in eqns:
         if eqn in needed:
             continue
-        reads = [v for v in _vars(eqn) if v in own]
+        reads = [v for v in compat.variables(eqn.invars) if v in own]
         if reads and eqn.primitive.name in ("add", "add_any") and all(v in there and v not in late for v in reads):
             first.append(eqn)  # a sum of values of the first part: added at once instead of kept
         else:
@@ -106,20 +107,20 @@ def _needed(eqns: Sequence[Eqn], awaited: set[Var]) -> set[Eqn]:
     for eqn in reversed(eqns):
         if any(v in wanted for v in eqn.outvars) or eqn.effects:
             found.add(eqn)
-            wanted |= set(_vars(eqn))
+            wanted |= set(compat.variables(eqn.invars))
     return found
 
 
 def _wanted(eqn: Eqn, eqns: Sequence[Eqn], needed: set[Eqn], awaited: set[Var]) -> list[bool]:
     """For each result of an equation, whether the awaited values need it."""
-    read = {v for e in eqns if e in needed and e is not eqn for v in _vars(e)} | awaited
+    read = {v for e in eqns if e in needed and e is not eqn for v in compat.variables(e.invars)} | awaited
     return [v in read for v in eqn.outvars]
 
 
 def _mixed(eqn: Eqn, eqns: Sequence[Eqn], needed: set[Eqn], awaited: set[Var], results: set[Var]) -> bool:
     if eqn.primitive.name not in (*REMAT, "scan"):
         return False
-    used = {v for e in eqns for v in _vars(e)} | results
+    used = {v for e in eqns for v in compat.variables(e.invars)} | results
     wanted = _wanted(eqn, eqns, needed, awaited)
     return any(not w and v in used for v, w in zip(eqn.outvars, wanted, strict=True))
 
@@ -154,7 +155,7 @@ def _fission(eqn: Eqn, eqns: Sequence[Eqn], needed: set[Eqn], awaited: set[Var])
         roots = {a for i, a in enumerate(body.outvars) if i in early and not compat.is_literal(a)}
         first, second = part(inner, roots, [a for a in body.outvars if not compat.is_literal(a)])
         inner = [*first, *second]
-        read = {v for e in first for v in _vars(e)} | roots
+        read = {v for e in first for v in compat.variables(e.invars)} | roots
         more = early | {i for i, v in enumerate(carried) if v in read}
         if more == early:
             break
@@ -162,7 +163,7 @@ def _fission(eqn: Eqn, eqns: Sequence[Eqn], needed: set[Eqn], awaited: set[Var])
     late = [i for i in range(len(body.outvars)) if i not in early]
     if not late or not second:
         return None
-    steps = {v for e in second for v in _vars(e)} | {
+    steps = {v for e in second for v in compat.variables(e.invars)} | {
         body.outvars[i] for i in late if not compat.is_literal(body.outvars[i])
     }
     there = dict.fromkeys([*(v for e in first for v in e.outvars), *(carried[i] for i in range(nk) if i in early)])
@@ -196,7 +197,7 @@ def _scan(eqn: Eqn, part: _ScanPart) -> Eqn:
     body, nc, nk = scan.body, scan.consts, scan.carries
     befores = [body.invars[nc + i] for i in part.results if i < nk]
     outs = [*(body.outvars[i] for i in part.results), *part.gives]
-    read = {v for e in part.eqns for v in _vars(e)} | {a for a in outs if not compat.is_literal(a)}
+    read = {v for e in part.eqns for v in compat.variables(e.invars)} | set(compat.variables(outs))
     consts = [v for v in body.invars[:nc] if v in read]
     xs = [*(v for v in body.invars[nc + nk :] if v in read), *part.takes]
     inner = compat.new_jaxpr([*consts, *befores, *xs], outs, part.eqns, body)
@@ -210,7 +211,3 @@ def _scan(eqn: Eqn, part: _ScanPart) -> Eqn:
 
 def _stacked(aval: object, length: int) -> object:
     return aval.update(shape=(length, *aval.shape))  # type: ignore[attr-defined]
-
-
-def _vars(eqn: Eqn) -> list[Var]:
-    return [a for a in eqn.invars if not compat.is_literal(a)]

@@ -12,7 +12,6 @@ stages, and the *stash* of an earlier task of the same microbatch.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -25,7 +24,7 @@ from shardc.ir.eqns import copy_eqn, full_eqn, put_at_eqn, slice_at_eqn, squeeze
 from shardc.ir.nested import bodies_of, scan_of
 from shardc.ir.program import Program
 from shardc.ir.transfer import receive_p, send_p, transfer_number
-from shardc.ir.walk import local_bytes
+from shardc.ir.walk import local_bytes, reads_of, with_atoms
 from shardc.pipeline.cut.advance_sums import advance_sums
 from shardc.pipeline.cut.cut_stages import StageProgram
 from shardc.plan.plan import PlacedProgram, SpmdPlan
@@ -225,10 +224,10 @@ class _TaskSplitter:
         names: dict[Var, Atom] = {v: operand[v] for v in consts}
         names |= zip(sums, scan.outvars[: view.carries], strict=True)
         eqns = [e for e in part.eqns if e.primitive is not send_p] + part.puts
-        read = {a for e in eqns for a in e.invars if not compat.is_literal(a)}
+        read = {a for e in eqns for a in compat.variables(e.invars)}
         takes = [e for v in rows if v in read for e in self._take(v, operand[v])]
         ties = {after: total for total, after in part.kept}
-        eqns = advance_sums(takes + [_renamed(e, names) for e in eqns], set(ties))
+        eqns = advance_sums(takes + [with_atoms(e, names) for e in eqns], set(ties))
         ends = _Ends(part.received, part.sent, part.kept, ties)
         return self._task(f"task{position}", position, eqns, part.outputs, ends)
 
@@ -300,16 +299,15 @@ class _TaskSplitter:
         kept: list[tuple[Var, Var]] = []
         if self.scan is not None:
             scan, view = self.scan, scan_of(self.scan)
-            needed = {a for a in scan.invars if not compat.is_literal(a)}
+            needed = set(compat.variables(scan.invars))
             for i in range(self.at - 1, -1, -1):
                 eqn = self.jaxpr.eqns[i]
                 if any(v in needed for v in eqn.outvars):
                     self.loaded.add(i)
-                    needed |= {a for a in eqn.invars if not compat.is_literal(a)}
+                    needed |= set(compat.variables(eqn.invars))
             eqns = [self.jaxpr.eqns[i] for i in sorted(self.loaded)]
             made = {v for e in eqns for v in e.outvars}
-            readers = Counter(a for e in self.jaxpr.eqns for a in e.invars if not compat.is_literal(a))
-            readers.update(a for a in self.jaxpr.outvars if not compat.is_literal(a))
+            readers = reads_of(self.jaxpr.eqns, self.jaxpr.outvars)
             for start, total in zip(scan.invars[view.consts : view.rows_at], scan.outvars, strict=False):
                 if not compat.is_literal(start) and start in made and readers[start] == 1:
                     kept.append((total, start))
@@ -364,7 +362,7 @@ class _TaskSplitter:
                 received.setdefault(at, []).append((transfer_number(eqn), eqn.outvars[0]))
             else:
                 parts.setdefault(at, []).append(eqn)
-        results = {a for a in self.jaxpr.outvars if not compat.is_literal(a)}
+        results = set(compat.variables(self.jaxpr.outvars))
         last_read: dict[Var, int] = {}
         for at, eqns in parts.items():
             for eqn in eqns:
@@ -410,10 +408,6 @@ def _sections(invars: Sequence[Var], consts: int, carries: int) -> tuple[Sequenc
 
 def _is_loop(eqn: Eqn, stage: StageProgram) -> bool:
     return any(v in stage.position for e in bodies_of(eqn)[0].eqns for v in e.outvars)
-
-
-def _renamed(eqn: Eqn, names: Mapping[Var, Atom]) -> Eqn:
-    return eqn.replace(invars=[a if compat.is_literal(a) else names.get(a, a) for a in eqn.invars])
 
 
 def _shifted(placement: Placement) -> Placement:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from shardc.errors import PipelineError, all_offenders
 from shardc.pipeline.schedule.action import Action
@@ -13,7 +13,7 @@ from shardc.pipeline.schedule.schedule import Schedule
 from shardc.pipeline.schedule.simulate import Cost, LinkCost, Timeline, run_timed, simulate
 from shardc.runtime.actor import Message, Network
 
-_SAME = 1 + 1e-9
+SAME: Final = 1 + 1e-9
 """Times that differ by less than this factor are equal: sums of costs in another order."""
 
 
@@ -59,11 +59,11 @@ def auto_credits(
     free.sort(key=lambda i: (-net.channels[i].bytes, i))
     makespan = _Makespan(net, cost, link)
     floor = _fewest(unbounded, link)
-    _lower(free, floor, chosen, unbounded.makespan * _SAME, makespan)
+    _lower(free, floor, chosen, unbounded.makespan * SAME, makespan)
     if bound is not None:
         too_full = bound if callable(bound) else _Limits(net, bound)
         reached = _fit(free, too_full, chosen, makespan)
-        _lower(free, [1] * len(floor), chosen, reached * _SAME, makespan)
+        _lower(free, [1] * len(floor), chosen, reached * SAME, makespan)
     return tuple(chosen)
 
 
@@ -128,7 +128,7 @@ def _fewest(timeline: Timeline, link: LinkCost | None) -> list[int]:
         least, late = 1, 0
         for k, end in enumerate(into):
             late = max(late, k + 1)
-            while late < len(out) and end + out[late] > timeline.makespan * _SAME:
+            while late < len(out) and end + out[late] > timeline.makespan * SAME:
                 late += 1
             least = max(least, late - k)
         fewest.append(min(least, max(1, len(out))))

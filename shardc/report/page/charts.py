@@ -7,6 +7,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from shardc.errors import number_text
 from shardc.ir.walk import short_aval
 from shardc.pipeline.rank_memory import PipelineMemory, RankMemory
 from shardc.plan.plan import PlacedProgram
@@ -14,7 +15,7 @@ from shardc.report.chart import Chart
 from shardc.report.page.course import BUCKETS, KINDS, course_of
 from shardc.report.page.equations import ProgramRows
 from shardc.report.page.modules import rounded
-from shardc.report.tables import Key, bytes_text, fold_leaves, number_text, percent_text, placement_text
+from shardc.report.tables import Key, bytes_text, fold_leaves, percent_text, placement_text
 
 LARGEST: Final = 15
 """The most rows of a table of what fills the memory."""

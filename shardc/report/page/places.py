@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from shardc.errors import number_text
 from shardc.ir.walk import short_aval
 from shardc.machine.mesh import MeshView
 from shardc.plan.borders import Border
-from shardc.report.tables import bytes_text, devices_text, fold_leaves, number_text, placement_text
+from shardc.report.tables import bytes_text, devices_text, fold_leaves, placement_text
 from shardc.sbp.placement import Placement
 
 

@@ -6,14 +6,14 @@ from collections.abc import Iterator, Sequence
 
 from shardc import compat
 from shardc.compat import Var
-from shardc.errors import all_offenders
+from shardc.errors import all_offenders, number_text
 from shardc.ir.box import box_p
 from shardc.ir.program import Program
 from shardc.ir.walk import all_eqns
 from shardc.passes.place.memory_limit import LimitResult, Trial
 from shardc.plan.make import DoesNotFit
 from shardc.plan.request import Argument
-from shardc.report.tables import MOST, bytes_text, fold_leaves, number_text, placement_text, seconds_text
+from shardc.report.tables import MOST, bytes_text, fold_leaves, placement_text, seconds_text
 
 
 def memory_error_text(found: DoesNotFit) -> str:
@@ -33,7 +33,7 @@ def memory_error_text(found: DoesNotFit) -> str:
     else:
         text = f"The smallest plan found needs {bytes_text(least.peak)}. At its peak a device holds"
     head = f"{where}, mesh {mesh}: no plan was found that fits in {bytes_text(limit)} per device. {text}:"
-    fixes = [_fixes(program, arguments, fitted, alone), *_with_offload(found)]
+    fixes = [_fixes(arguments, fitted, alone), *_with_offload(found)]
     return "\n".join([all_offenders(head, _groups(program, least, largest)), *fixes])
 
 
@@ -71,7 +71,7 @@ def _maker(eqn: compat.Eqn) -> str:
     return f"{eqn.primitive.name} ({compat.source_line(eqn)})"
 
 
-def _fixes(program: Program, arguments: Sequence[Argument], fitted: LimitResult, alone: bool) -> str:
+def _fixes(arguments: Sequence[Argument], fitted: LimitResult, alone: bool) -> str:
     memory = fitted.least.profile.memory
     fixes: list[str] = []
     if any(a.pin is not None for a in arguments):

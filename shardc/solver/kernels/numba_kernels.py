@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, Final, NamedTuple, TypeAlias, TypeVar, cast
+from typing import Any, Final, TypeAlias, TypeVar, cast
 
 import numpy as np
 from numba import carray, njit, types
@@ -54,32 +54,12 @@ def _pointer(typingctx: Any, address: Any) -> Any:
 _at = intrinsic(cast(Any, _pointer))
 
 
-class _Graph(NamedTuple):
-    """`shardc.solver.graph.Graph`, with the tables.
-
-    Attributes:
-      table: (edges,) the address of the table of each edge, whose rows are the values here. The caller keeps the arrays
-        alive.
-    """
-
-    order: Index
-    first: Index
-    start: Index
-    split: Index
-    other: Index
-    twin: Index
-    at: Index
-    share: Table
-    left: Table
-    table: Index
-
-
 class CompiledPasses(NumpyPasses):
     """Passes whose messages are compiled."""
 
     def __init__(self, graph: Graph, tables: Sequence[Table]) -> None:
         super().__init__(graph, tables)
-        self._compiled = _Graph(*graph, _addresses(tables))
+        self._compiled = graph._replace(table=_addresses(tables))
 
     def send(self, own: Table, messages: Table, forward: bool, read: bool, values: Index) -> float:
         return _send(self._compiled, own, messages, forward, read, values)
@@ -95,13 +75,13 @@ def _addresses(tables: Sequence[Table]) -> Index:
 
 
 @compiled
-def _table(g: _Graph, e: Int) -> Table:
+def _table(g: Graph, e: Int) -> Table:
     """The entries of the table of an edge, row by row."""
     return carray(_at(g.table[e]), (_size(g, g.other[g.twin[e]]) * _size(g, g.other[e]),))
 
 
 @compiled
-def _size(g: _Graph, v: Int) -> Int:
+def _size(g: Graph, v: Int) -> Int:
     return g.first[v + 1] - g.first[v]
 
 
@@ -133,7 +113,7 @@ def least_sums(table: Table, here: Table, out: Table) -> None:
 
 
 @compiled
-def _costs(g: _Graph, own: Table, messages: Table, v: Int, costs: Table) -> None:
+def _costs(g: Graph, own: Table, messages: Table, v: Int, costs: Table) -> None:
     """The costs of the values of a variable, plus all messages to it."""
     k = g.first[v]
     for a in range(costs.size):
@@ -145,7 +125,7 @@ def _costs(g: _Graph, own: Table, messages: Table, v: Int, costs: Table) -> None
 
 
 @compiled
-def _add_column(g: _Graph, e: Int, value: Int, costs: Table) -> None:
+def _add_column(g: Graph, e: Int, value: Int, costs: Table) -> None:
     """costs += the costs of this end's values where the other end has that value."""
     row = _table(g, g.twin[e])[value * costs.size : (value + 1) * costs.size]
     for a in range(costs.size):
@@ -153,7 +133,7 @@ def _add_column(g: _Graph, e: Int, value: Int, costs: Table) -> None:
 
 
 @compiled
-def _best_value(g: _Graph, messages: Table, edges: tuple[Int, Int], costs: Table, values: Index) -> Int:
+def _best_value(g: Graph, messages: Table, edges: tuple[Int, Int], costs: Table, values: Index) -> Int:
     """The best value of a variable, given the values already read at the other ends of some edges. Overwrites
     `costs`."""
     for e in range(edges[0], edges[1]):
@@ -165,7 +145,7 @@ def _best_value(g: _Graph, messages: Table, edges: tuple[Int, Int], costs: Table
 
 
 @compiled
-def _send(g: _Graph, own: Table, messages: Table, forward: bool, read: bool, values: Index) -> float:
+def _send(g: Graph, own: Table, messages: Table, forward: bool, read: bool, values: Index) -> float:
     """A pass, as `Passes.send`."""
     all_costs, all_given, bound = np.empty(own.size), np.empty(own.size), 0.0
     for place in range(g.order.size):

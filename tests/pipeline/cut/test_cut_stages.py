@@ -15,7 +15,7 @@ from shardc.pipeline.cut.cut_stages import cut_stages
 
 def cut(step, *args, stages, **options):
     arguments = Arguments(step, ())
-    program = trace(arguments, arguments.take_apart(args, {}), marks=True)
+    program = trace(arguments, arguments.bind(args, {}), marks=True)
     return program, cut_stages(program, stages, "step", **options)
 
 

@@ -190,7 +190,7 @@ def test_what_no_microbatch_changes_is_computed_in_front_of_the_loop():
 
     args = 2.0, jax.random.key(0), np.int32(1), 0.0, np.arange(8.0)
     arguments = Arguments(step, ())
-    program = trace(arguments, arguments.take_apart(args, {}), marks=True)
+    program = trace(arguments, arguments.bind(args, {}), marks=True)
     after = precompute_state(program)
     loops = [scan_of(e) for p in (program, after) for e in p.jaxpr.eqns if e.primitive.name == "scan"]
     assert [loop.carries for loop in loops] == [4, 2, 2]  # JAX itself takes "fixed" out

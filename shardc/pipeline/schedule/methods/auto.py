@@ -11,7 +11,7 @@ from shardc.errors import PipelineError
 from shardc.pipeline.schedule.action import Action
 from shardc.pipeline.schedule.bound import lower_bound
 from shardc.pipeline.schedule.costs import CostsLike, StageCosts
-from shardc.pipeline.schedule.credits import derive_order
+from shardc.pipeline.schedule.credits import SAME, derive_order
 from shardc.pipeline.schedule.methods import v_half, v_min, zb_v
 from shardc.pipeline.schedule.methods.method import RankPlacement, ranks_of
 from shardc.pipeline.schedule.methods.order import one_stage
@@ -23,8 +23,6 @@ from shardc.pipeline.schedule.simulate import Timeline, peak_activations, simula
 
 WORK: Final = 200_000
 """The default number of actions that a search places before it stops: one or two seconds."""
-_SAME: Final = 1 + 1e-9
-"""Times that differ by less than this factor are equal: sums of costs in another order."""
 
 
 @dataclass(frozen=True)
@@ -144,8 +142,8 @@ class _ScheduleSearch:
             return False
         new = _Candidate(schedule, timeline, timeline.makespan, (max(peaks), sum(peaks), timeline.messages))
         old = self.best
-        faster = old is None or new.makespan * _SAME < old.makespan
-        if faster or (old and new.makespan <= old.makespan * _SAME and new.rest < old.rest):
+        faster = old is None or new.makespan * SAME < old.makespan
+        if faster or (old and new.makespan <= old.makespan * SAME and new.rest < old.rest):
             self.best = new
             return True
         return False
@@ -156,7 +154,7 @@ class _ScheduleSearch:
         """Squeeze a plan, and offer the result. Returns whether it is kept."""
         self.placed += sum(map(len, plan)) * 3 // 2
         squeezed = squeeze(plan, rank_of, self._costs, held, self._latency, window=window)
-        if squeezed is None or (self.best and squeezed.makespan > self.best.makespan * _SAME):
+        if squeezed is None or (self.best and squeezed.makespan > self.best.makespan * SAME):
             self.tried += 1
             return False
         return self.offer(Schedule("auto", _in_order(squeezed.rows)))
@@ -165,7 +163,7 @@ class _ScheduleSearch:
         """Make plans from the best schedule until it reaches the bound or the work is used up."""
         rng = random.Random(0)
         since = 0  # tries without success
-        while self.best and self.placed < work and self.best.makespan > self._bound * _SAME:
+        while self.best and self.placed < work and self.best.makespan > self._bound * SAME:
             start = self.best
             rank_of = start.schedule.rank_of
             noise = (since + 1) // 2 % 8 * sum(self._costs.of(0)) / 2

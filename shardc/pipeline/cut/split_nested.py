@@ -20,7 +20,7 @@ from shardc import compat
 from shardc.compat import Atom, Eqn, Jaxpr, Var
 from shardc.ir.eqns import full_eqn
 from shardc.ir.nested import Body, bodies_of, nested_bodies, with_bodies, with_nested
-from shardc.ir.walk import bytes_of
+from shardc.ir.walk import bytes_of, renamed, with_atoms
 from shardc.passes.trace.canonicalize import with_own_bodies
 from shardc.pipeline.cut.find_homes import is_large, largest
 from shardc.pipeline.cut.regroup import regroup
@@ -51,7 +51,7 @@ def anchor_of(eqn: Eqn, anchors: Mapping[Var, int]) -> int | None:
     return min(weights, key=lambda s: (-weights[s], s), default=None)
 
 
-def take_apart(eqns: Sequence[Eqn], anchors: dict[Var, int], homes: Mapping[Var, int]) -> list[Eqn]:
+def split_nested(eqns: Sequence[Eqn], anchors: dict[Var, int], homes: Mapping[Var, int]) -> list[Eqn]:
     """The equations, with nested ones split into one for each stage of their results.
 
     Args:
@@ -118,12 +118,9 @@ class _Branch:
     def of(cls, body: Jaxpr, operands: Sequence[Atom], outer: Mapping[Var, int], homes: Mapping[Var, int]) -> _Branch:
         names = dict(zip(body.invars, operands, strict=True))
 
-        def read(atoms: Sequence[Atom]) -> list[Atom]:
-            return [a if compat.is_literal(a) else names.get(a, a) for a in atoms]
-
-        named, outs = [e.replace(invars=read(e.invars)) for e in body.eqns], read(body.outvars)
+        named, outs = [with_atoms(e, names) for e in body.eqns], renamed(body.outvars, names)
         anchors = dict(outer)
-        return cls(regroup(take_apart(named, anchors, homes), anchors, outs), outs, anchors)
+        return cls(regroup(split_nested(named, anchors, homes), anchors, outs), outs, anchors)
 
     def home(self, atom: Atom) -> ResultGroup | None:
         """The only group that makes a value; None if it comes from outside, or if each reading group makes it."""

@@ -17,8 +17,8 @@ from shardc.compat import Atom, Eqn, Var
 from shardc.ir.boundary import stage_boundary_p
 from shardc.ir.nested import with_bodies
 from shardc.ir.program import Program
-from shardc.pipeline.points.cut_points import Points
-from shardc.pipeline.points.fold_body import FoldedBody
+from shardc.pipeline.cut_search.cut_points import Points
+from shardc.pipeline.cut_search.fold_body import FoldedBody
 
 
 def mark_stages(program: Program, body: FoldedBody, points: Points, cuts: Sequence[int]) -> Program:
@@ -56,9 +56,9 @@ class _Marker:
     def _renamed(self, eqn: Eqn, t: int) -> Eqn:
         """`eqn` with its operands renamed to their names on its stage."""
         stage = sum(c <= t for c in self.ahead) if t < self.body.fold else sum(c > t for c in self.back)
-        return eqn.replace(invars=[self._name(a, stage, t) for a in eqn.invars])
+        return eqn.replace(invars=[self._name(a, stage) for a in eqn.invars])
 
-    def _name(self, atom: Atom, stage: int, t: int) -> Atom:
+    def _name(self, atom: Atom, stage: int) -> Atom:
         if compat.is_literal(atom) or atom not in self.names:
             return atom
         if self.body.made[atom] >= self.body.fold:  # a cotangent: the last boundary that it passed

@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from tests.pipeline.points.folded import ROWS, STEPS, WIDTHS, measured, traced
+from tests.pipeline.cut_search.folded import ROWS, STEPS, WIDTHS, measured, traced
 
 pytestmark = pytest.mark.usefixtures("compiled_fast")
 

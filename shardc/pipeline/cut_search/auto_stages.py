@@ -19,12 +19,12 @@ from shardc.ir.walk import all_eqns, bytes_of, local_bytes
 from shardc.machine.mesh import MeshView
 from shardc.passes.estimate.plan_cost import whole_seconds
 from shardc.pipeline.cut.cut_loop import MicrobatchLoop, find_loop
-from shardc.pipeline.points.cut_points import Points, find_points
-from shardc.pipeline.points.fold_body import FoldedBody, fold_body
-from shardc.pipeline.points.mark_stages import mark_stages
-from shardc.pipeline.points.owners import Owned, find_owned
-from shardc.pipeline.points.split_scans import Ends, Layers, Pieces, find_layers, split_scans, whole_program
-from shardc.pipeline.points.stage_memory import StageMemory, stage_memory
+from shardc.pipeline.cut_search.cut_points import Points, find_points
+from shardc.pipeline.cut_search.fold_body import FoldedBody, fold_body
+from shardc.pipeline.cut_search.mark_stages import mark_stages
+from shardc.pipeline.cut_search.owners import Owned, find_owned
+from shardc.pipeline.cut_search.split_scans import Ends, Layers, Pieces, find_layers, split_scans, whole_program
+from shardc.pipeline.cut_search.stage_memory import StageMemory, stage_memory
 from shardc.pipeline.schedule.costs import StageCosts
 from shardc.pipeline.schedule.partition import CutProblem, Cuts, Floats, choose_cuts, in_flight, tightest_cuts
 from shardc.pipeline.schedule.schedule import Schedule

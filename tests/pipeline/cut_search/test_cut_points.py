@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from tests.pipeline.points.folded import ROWS, STEPS, WIDTHS, measured, traced
+from tests.pipeline.cut_search.folded import ROWS, STEPS, WIDTHS, measured, traced
 
 
 def test_points_lie_where_little_crosses():

@@ -22,7 +22,7 @@ from shardc.ir.nested import scan_of, scan_params, trips_of
 from shardc.ir.program import Program
 from shardc.passes.trace.canonicalize import with_own_bodies
 from shardc.pipeline.cut.cut_loop import MicrobatchLoop
-from shardc.pipeline.points.rows import RowUse, piece_eqn, row_use, rows_of
+from shardc.pipeline.cut_search.rows import RowUse, piece_eqn, row_use, rows_of
 
 Ends: TypeAlias = tuple[int, ...]
 """The starts of pieces of rows, and the end of the last one: `(0, 3, 5)`."""

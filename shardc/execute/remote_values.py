@@ -8,15 +8,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from shardc import compat
-from shardc.arrays.far import FarArray, is_far
-from shardc.arrays.pieces import pack_array, unpack_array, words
+from shardc.arrays.fetch import of_words, words
+from shardc.arrays.pieces import pack_array, unpack_array
 from shardc.arrays.placed import PlacedArray, StackedArray
+from shardc.arrays.remote import RemoteArray, is_remote
 from shardc.errors import ClusterError
 from shardc.execute.process_group import group_of_run
 from shardc.machine.devices import processes_of
 from shardc.runtime.cluster import Cluster, current
-from shardc.sbp.signature import is_extended
 
 
 def bring(leaves: Sequence[Any]) -> list[Any]:
@@ -37,7 +36,7 @@ def bring(leaves: Sequence[Any]) -> list[Any]:
 
 def _is_of_some(x: Any, processes: int) -> bool:
     """Whether an array lives on the devices of some processes only: on a rank of a pipeline."""
-    if isinstance(x, FarArray):
+    if isinstance(x, RemoteArray):
         return True
     if not isinstance(x, jax.Array) or not x.committed:
         return False
@@ -54,7 +53,7 @@ def _joined(x: Any, parts: Sequence[Any], brought: Sequence[Any]) -> Any:
 def _bring(parts: Sequence[Any], cluster: Cluster) -> list[Any]:
     group = group_of_run()
     assert group is not None
-    marks = "".join("-" if is_far(x) else "+" for x in parts)
+    marks = "".join("-" if is_remote(x) else "+" for x in parts)
     said = [facts["has"] for facts in group.gather(f"shardc.fetch of {len(parts)} arrays", {"has": marks})]
     found = list(parts)
     for i, x in enumerate(parts):
@@ -71,21 +70,20 @@ def _bring_one(x: Any, without: Sequence[int], cluster: Cluster) -> Any:
         raise ClusterError(f"shardc.fetch: no process of the run has {x!r} any more.")
     tag = f"fetch {cluster.count('value')}"
     if cluster.me in without:
-        value = unpack_array(cluster.link(givers[0]).receive_tagged(tag, cluster.config.deadline))
-        return compat.keys_of_words(jax.numpy.asarray(value), x.dtype) if is_extended(x.dtype) else value
+        return of_words(unpack_array(cluster.link(givers[0]).receive_tagged(tag, cluster.config.deadline)), x.dtype)
     if cluster.me in cluster.config.island(givers[0]) and isinstance(x, jax.Array):
         value = whole(x)
         if cluster.me == givers[0]:
-            letter = pack_array(np.asarray(words(value)))
+            packed = pack_array(np.asarray(words(value)))
             for peer in without:
-                cluster.link(peer).send_tagged(tag, letter)
+                cluster.link(peer).send_tagged(tag, packed)
     return x
 
 
 def whole(x: Any) -> jax.Array:
     """The logical value as an array that this process has whole. The processes of a mesh call it together."""
     if isinstance(x, PlacedArray):
-        return x.to_jax() if not isinstance(x, FarArray) else x.read()
+        return x.to_jax() if not isinstance(x, RemoteArray) else x.read()
     if x.is_fully_addressable or x.is_fully_replicated:
         return x
     return jax.jit(_same, out_shardings=jax.sharding.NamedSharding(x.sharding.mesh, jax.sharding.PartitionSpec()))(x)

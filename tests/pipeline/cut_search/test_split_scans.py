@@ -15,7 +15,7 @@ from shardc import compat
 from shardc.ir.walk import all_eqns
 from shardc.passes.trace.trace import Arguments, trace
 from shardc.pipeline.cut.cut_loop import find_loop
-from shardc.pipeline.points.split_scans import find_layers, split_scans
+from shardc.pipeline.cut_search.split_scans import find_layers, split_scans
 
 pytestmark = pytest.mark.usefixtures("compiled_fast")
 
@@ -68,7 +68,7 @@ def test_the_split_program_computes_the_same(name, ends):
     params = {"first": k.normal(size=(WIDTH, WIDTH)), "layers": k.normal(size=(LAYERS, WIDTH, WIDTH))}
     x = k.normal(size=(6, WIDTH))
     arguments = Arguments(STEPS[name], ())
-    program = trace(arguments, arguments.take_apart((params, x), {}), marks=True)
+    program = trace(arguments, arguments.bind((params, x), {}), marks=True)
     loop = find_loop(program, "step")
     found = find_layers(program, loop)
     assert [(f.count, len(f.scans)) for f in found] == [(LAYERS, 2)], "forward and backward"
@@ -87,7 +87,7 @@ def test_a_parameter_lives_in_pieces_from_end_to_end():
     """No equation between reads or makes all rows of it."""
     params = {"first": np.ones((WIDTH, WIDTH)), "layers": np.ones((LAYERS, WIDTH, WIDTH))}
     arguments = Arguments(STEPS["plain"], ())
-    program = trace(arguments, arguments.take_apart((params, np.ones((6, WIDTH))), {}), marks=True)
+    program = trace(arguments, arguments.bind((params, np.ones((6, WIDTH))), {}), marks=True)
     loop = find_loop(program, "step")
     pieces = split_scans(program, loop, find_layers(program, loop), [(0, 2, 5)])
     assert pieces.program.in_paths == ("params/first", "params/layers[0:2]", "params/layers[2:5]", "x")
@@ -103,5 +103,5 @@ def test_scans_over_what_is_no_parameter_are_left_alone():
 
     arguments = Arguments(lambda p, x: shardc.accumulate(jax.value_and_grad(over_time), microbatches=2)(p, x), ())
     args = np.ones((WIDTH, WIDTH)), np.ones((6, WIDTH))
-    program = trace(arguments, arguments.take_apart(args, {}), marks=True)
+    program = trace(arguments, arguments.bind(args, {}), marks=True)
     assert not find_layers(program, find_loop(program, "f"))

@@ -16,22 +16,21 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from shardc import compat
-from shardc.arrays.far import FarArray, is_small
-from shardc.arrays.pieces import pack_array, unpack_array, words
-from shardc.dataflow.moves import LeafMove, to_place
+from shardc.arrays.fetch import of_words, words
+from shardc.arrays.pieces import pack_array, unpack_array
+from shardc.arrays.remote import RemoteArray, is_small
+from shardc.dataflow.moves import LeafMove, stay, to_place
 from shardc.dataflow.network import Edge, FlowNetwork
 from shardc.dataflow.plan import PlannedFlow
 from shardc.dataflow.round import FlowNode
 from shardc.errors import ClusterError, FlowError, RoundFailedError, all_offenders
-from shardc.execute.far_values import bring
-from shardc.execute.process_group import group_of_run
+from shardc.execute.process_group import group_of_run, look_at_run
+from shardc.execute.remote_values import bring
 from shardc.machine.devices import processes_of
 from shardc.runtime.cluster import Cluster, current
 from shardc.runtime.distributed_network import DistributedNetwork
 from shardc.runtime.executor import Executor, ProcessShare
 from shardc.runtime.transport.link import Packed
-from shardc.sbp.signature import is_extended
 
 
 def process_of_rows(built: FlowNetwork) -> list[int]:
@@ -65,7 +64,7 @@ def process_of_rows(built: FlowNetwork) -> list[int]:
     return [found[a] for a in range(len(built.rows))]
 
 
-class FarFlow:
+class RemoteFlow:
     """The other processes of a flow.
 
     Args:
@@ -95,7 +94,7 @@ class FarFlow:
     @property
     def share(self) -> ProcessShare:
         """The actors of this process, for the executor."""
-        return ProcessShare(self.network.mine, self.network.ports, self.cluster.config.deadline, _look)
+        return ProcessShare(self.network.mine, self.network.ports, self.cluster.config.deadline, look_at_run)
 
     def open(self, executor: Executor) -> None:
         self.network.open(executor.mailboxes, self.cluster.config.deadline)
@@ -180,7 +179,7 @@ class FarFlow:
             else:
                 place = origin.node.work.gives[origin.index]
                 assert isinstance(place.mesh, Mesh) and place.placement is not None
-                found.append(FarArray(avals[i], place.placement, place.mesh))
+                found.append(RemoteArray(avals[i], place.placement, place.mesh))
         return found
 
     def _process_of(self, node: FlowNode) -> int:
@@ -207,14 +206,8 @@ class FarFlow:
             home = self._process_of(self._built.round.nodes[key[0]])
             if home != cluster.me:
                 packed = cluster.link(home).receive_tagged(tag, cluster.config.deadline)
-                found[key] = [_typed(x, of[key]) for x in unpack_array(packed)] if packed[0] else []
+                found[key] = [of_words(x, of[key].dtype) for x in unpack_array(packed)] if packed[0] else []
         return found
-
-
-def _look() -> None:
-    group = group_of_run()
-    if group is not None:
-        group.look()
 
 
 def _text_of(plan: PlannedFlow) -> str:
@@ -266,7 +259,7 @@ class _Codec:
         rest = iter(buffers)
         with jax.enable_x64(self._wide):
             return tuple(
-                enter(_typed(unpack_array((head.encode(), [next(rest) for _ in range(count)])), aval))
+                enter(of_words(unpack_array((head.encode(), [next(rest) for _ in range(count)])), aval.dtype))
                 for (head, count), (aval, enter) in zip(json.loads(about), self._ends(channel), strict=True)
             )
 
@@ -276,18 +269,9 @@ class _Codec:
             self._entries[channel] = [
                 (
                     edge.giver.results[m.output],
-                    _stay if (place := edge.places(m)[1]).mesh is None or place.placement is None
+                    stay if (place := edge.places(m)[1]).mesh is None or place.placement is None
                     else to_place(place, edge.giver.results[m.output]),
                 )
                 for m in edge.moves
             ]  # fmt: skip
         return self._entries[channel]
-
-
-def _stay(x: Any) -> Any:
-    return x
-
-
-def _typed(x: Any, aval: Any) -> Any:
-    """A received array as its type says: random keys come as their words."""
-    return compat.keys_of_words(jax.numpy.asarray(x), aval.dtype) if is_extended(aval.dtype) else x

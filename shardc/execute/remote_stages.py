@@ -17,15 +17,15 @@ from typing import Any, Final
 import jax
 import numpy as np
 
-from shardc import compat
-from shardc.arrays.far import Arrival, FarArray
-from shardc.arrays.pieces import pack_array, unpack_array, words
+from shardc.arrays.fetch import of_words, words
+from shardc.arrays.pieces import pack_array, unpack_array
 from shardc.arrays.placed import is_placed
+from shardc.arrays.remote import Arrival, RemoteArray
 from shardc.errors import ClusterError
-from shardc.execute.far_values import whole
-from shardc.execute.process_group import group_of_run
+from shardc.execute.process_group import look_at_run
 from shardc.execute.rank_processes import RankProcesses
 from shardc.execute.recording import Recording
+from shardc.execute.remote_values import whole
 from shardc.execute.stage_codec import StageCodec, StageEdge
 from shardc.execute.stage_io import StageArray
 from shardc.machine.devices import processes_of
@@ -36,13 +36,12 @@ from shardc.runtime.distributed_network import DistributedNetwork, Expected
 from shardc.runtime.executor import Executor, ProcessShare
 from shardc.runtime.stalls import Stall
 from shardc.runtime.transport.link import Packed
-from shardc.sbp.signature import is_extended
 
 _LOOK: Final = 1.0
 """Seconds between two looks whether a value can still come."""
 
 
-class FarStages:
+class RemoteStages:
     """The other processes of a pipeline.
 
     Args:
@@ -71,7 +70,7 @@ class FarStages:
     @property
     def share(self) -> ProcessShare:
         """The actors of this process, for the executor."""
-        return ProcessShare(self.network.mine, self.network.ports, self.cluster.config.deadline, _look)
+        return ProcessShare(self.network.mine, self.network.ports, self.cluster.config.deadline, look_at_run)
 
     def open(self, executor: Executor) -> None:
         self.network.open(executor.mailboxes, self.cluster.config.deadline)
@@ -99,24 +98,18 @@ class FarStages:
 
     def receive(self, run: int, number: int, aval: Any, peer: int) -> Any:
         """Wait for the logical value of an array of another process."""
-        return _value(_awaited(self.network.expect(run, number, peer), self.cluster.config.deadline), aval)
+        packed = _awaited(self.network.expect(run, number, peer), self.cluster.config.deadline)
+        return of_words(unpack_array(packed), aval.dtype)
 
-    def arriving(self, run: int, number: int, aval: Any, at: StageArray) -> FarArray:
+    def arriving(self, run: int, number: int, aval: Any, at: StageArray) -> RemoteArray:
         """An array of another process whose value is on its way."""
         peer = processes_of(at.mesh.devices.flat)[0]
         expected, seconds = self.network.expect(run, number, peer), self.cluster.config.deadline
 
         def value() -> np.ndarray[Any, Any]:
-            return _value(_awaited(expected, seconds), aval)
+            return of_words(unpack_array(_awaited(expected, seconds)), aval.dtype)
 
-        return FarArray(aval, at.placement, at.mesh, Arrival(value, lambda: expected.is_there))
-
-
-def _look() -> None:
-    """Raise if another process has made another call than this one, which waits for it."""
-    group = group_of_run()
-    if group is not None:
-        group.look()
+        return RemoteArray(aval, at.placement, at.mesh, Arrival(value, lambda: expected.is_there))
 
 
 def _awaited(expected: Expected, seconds: float) -> Packed:
@@ -126,7 +119,7 @@ def _awaited(expected: Expected, seconds: float) -> Packed:
         with suppress(ClusterError):  # not yet; if it fails, `get` says so again
             return expected.get(_LOOK)
         if not expected.is_there:
-            _look()
+            look_at_run()
     return expected.get(max(0.0, left))
 
 
@@ -137,10 +130,10 @@ def _close(network: DistributedNetwork, cluster: Cluster) -> None:
 
 def waits_text(stalls: Sequence[Stall], places: RankProcesses) -> str:
     """The process that this one has waited for longest: `process 1 (rank 0 before 2B3, 4 s)`. Else empty."""
-    far = [(s, a) for s in stalls for a in s.awaited if not places.is_here(a)]
-    if not far:
+    remote = [(s, a) for s in stalls for a in s.awaited if not places.is_here(a)]
+    if not remote:
         return ""
-    stall, awaited = max(far, key=lambda pair: pair[0].seconds)
+    stall, awaited = max(remote, key=lambda pair: pair[0].seconds)
     return f"{places.text(awaited)} (rank {stall.actor} before {stall.label}, {stall.seconds:.0f} s)"
 
 
@@ -149,8 +142,3 @@ def lives_on(x: Any, stage: StageArray) -> bool:
     if is_placed(x):
         return x.mesh == stage.mesh
     return isinstance(x, jax.Array) and x.committed and x.sharding.device_set == set(stage.mesh.devices.flat)
-
-
-def _value(packed: Packed, aval: Any) -> Any:
-    value = unpack_array(packed)
-    return compat.keys_of_words(jax.numpy.asarray(value), aval.dtype) if is_extended(aval.dtype) else value

@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from shardc.execute.far_stages import waits_text
 from shardc.execute.rank_processes import RankProcesses
+from shardc.execute.remote_stages import waits_text
 from shardc.runtime.stalls import Stall
 from tests.launch.launching import environment, run, started
 
@@ -154,7 +154,7 @@ for _ in range(3):
     params, loss = f(params, x)
     wanted, there = one(wanted, x)
     np.testing.assert_allclose(float(loss), float(there), rtol=1e-5)
-print({name: str(p)[:8] for name, p in params.items()})
+print({name: str(p)[:11] for name, p in params.items()})
 jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), shardc.fetch(params), wanted)
 """
 
@@ -164,7 +164,7 @@ def test_an_argument_that_two_ranks_of_another_process_read(tmp_path, run):
     path.write_text(TIED)
     done = run(path, "--processes", 2, "--devices", 2, "--islands", 2, "--deadline", 20, "--log", tmp_path)
     assert done.code == 0, done.err
-    assert (tmp_path / "process-1.log").read_text() == "{'own': 'FarArray', 'tied': 'FarArray'}\n"
+    assert (tmp_path / "process-1.log").read_text() == "{'own': 'RemoteArray', 'tied': 'RemoteArray'}\n"
 
 
 ENTERS = """
@@ -187,7 +187,7 @@ for who, error in [(0, KeyboardInterrupt()), (1, ValueError("no room")), (1, Key
     StageArray.enter = real
     print("at once:", time.time() - begin < 10, "runs", exe._executor.runs)
     print("loss", float(f(good, x)[1]))
-network = exe._far.network
+network = exe._remote.network
 print("kept", [run for run, _ in network._values if run < exe._executor.runs], network._stopped)
 """
 

@@ -25,7 +25,7 @@ from shardc.sbp.placement import Placement, extents, local_shape
 
 
 @dataclass(frozen=True)
-class OwnPart:
+class ProcessRows:
     """The pieces that a process holds.
 
     Attributes:
@@ -98,7 +98,7 @@ class OwnPart:
 
 
 @lru_cache(maxsize=4096)
-def own_part(mesh: Mesh, placement: Placement, rank: int, process: int) -> OwnPart:
+def process_rows(mesh: Mesh, placement: Placement, rank: int, process: int) -> ProcessRows:
     """The part of an array of some rank that a process holds.
 
     Raises:
@@ -120,10 +120,12 @@ def own_part(mesh: Mesh, placement: Placement, rank: int, process: int) -> OwnPa
             "value in every process, without here=True, or lay the mesh so that a process's devices are neighbours, as "
             "shardc.make_mesh does."
         )
-    return OwnPart(mesh, placement, pieces)
+    return ProcessRows(mesh, placement, pieces)
 
 
-def whole_shape(parts: Mapping[int, OwnPart], shapes: Mapping[int, Sequence[int]]) -> tuple[tuple[int, ...], list[str]]:
+def whole_shape(
+    parts: Mapping[int, ProcessRows], shapes: Mapping[int, Sequence[int]]
+) -> tuple[tuple[int, ...], list[str]]:
     """The shape of an array from the shapes of the parts that processes have, and lines about what is wrong with
     these."""
     ranks = {len(s) for s in shapes.values()}
@@ -139,7 +141,7 @@ def whole_shape(parts: Mapping[int, OwnPart], shapes: Mapping[int, Sequence[int]
     return tuple(whole), wrong
 
 
-def _whole_size(d: int, parts: Mapping[int, OwnPart], has: Mapping[int, int]) -> tuple[int, list[str]]:
+def _whole_size(d: int, parts: Mapping[int, ProcessRows], has: Mapping[int, int]) -> tuple[int, list[str]]:
     """The size of dimension `d`, of which processes have so many elements, and a line if they cannot."""
     by_pieces = {p.pieces[d]: has[k] for k, p in parts.items()}
     size, said = sum(by_pieces.values()), ", ".join(f"process {k} has {n}" for k, n in has.items())

@@ -16,6 +16,7 @@ from shardc.arrays.placed import PlacedArray, StackedArray, leaf_aval
 from shardc.errors import ClusterError
 from shardc.machine.devices import is_here, processes_of
 from shardc.sbp.placement import Placement
+from shardc.sbp.signature import is_extended
 
 SMALL: Final = 1024
 """Bytes of the largest result of a pipeline that comes to every process."""
@@ -23,7 +24,7 @@ SMALL: Final = 1024
 
 def is_small(aval: Any) -> bool:
     """Whether every process gets a result of this type."""
-    return not jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended) and bytes_of(aval) <= SMALL
+    return not is_extended(aval.dtype) and bytes_of(aval) <= SMALL
 
 
 def bytes_of(aval: Any) -> int:
@@ -43,7 +44,7 @@ class Arrival:
     is_there: Callable[[], bool] = lambda: True
 
 
-class FarArray(PlacedArray):
+class RemoteArray(PlacedArray):
     """A logical array that lives in another process. It can be passed on to shardc functions, and not read here.
 
     A small result, such as a loss, comes to every process: it can be read, once it has arrived.
@@ -99,13 +100,13 @@ class FarArray(PlacedArray):
     def is_ready(self) -> bool:
         return self.arriving is None or self.arriving.is_there()
 
-    def block_until_ready(self) -> FarArray:
+    def block_until_ready(self) -> RemoteArray:
         if self.arriving is not None:
             self.arriving.wait()
         return self
 
-    def with_physical(self, parts: Sequence[Any]) -> FarArray:
-        return FarArray(self.aval, self.placement, self.mesh, self.arriving)
+    def with_physical(self, parts: Sequence[Any]) -> RemoteArray:
+        return RemoteArray(self.aval, self.placement, self.mesh, self.arriving)
 
     def _on_host(self, parts: tuple[Any, ...]) -> np.ndarray[Any, Any]:
         return self._refuse() if self.arriving is None else self.arriving.wait()
@@ -134,24 +135,24 @@ class FarArray(PlacedArray):
     def __repr__(self) -> str:
         dims = ",".join(map(str, self.shape))
         who = ", ".join(map(str, processes_of(self.mesh.devices.flat)))
-        return f"FarArray({self.dtype}[{dims}], {self.placement}, process {who})"
+        return f"RemoteArray({self.dtype}[{dims}], {self.placement}, process {who})"
 
     def __str__(self) -> str:
         return repr(self) if self.arriving is None else super().__str__()
 
 
-compat.register_array(FarArray, FarArray.read)
+compat.register_array(RemoteArray, RemoteArray.read)
 
 
-def is_far(x: object) -> bool:
+def is_remote(x: object) -> bool:
     """Whether the value of an array, or of a part of it, is in another JAX runtime only."""
     if isinstance(x, StackedArray):
-        return any(map(is_far, x.pieces))
-    return isinstance(x, FarArray) and x.arriving is None
+        return any(map(is_remote, x.pieces))
+    return isinstance(x, RemoteArray) and x.arriving is None
 
 
-def put_far(x: Any, mesh: Mesh, placement: Placement | None) -> Any:
-    """The FarArray of an array that other processes put on `mesh`; a leaf without a placement stays as it is."""
+def put_remote(x: Any, mesh: Mesh, placement: Placement | None) -> Any:
+    """The RemoteArray of an array that other processes put on `mesh`; a leaf without a placement stays as it is."""
     if placement is None or (not hasattr(x, "dtype") and not isinstance(x, bool | int | float | complex)):
         return x
     if is_here(mesh.devices.flat):
@@ -161,4 +162,4 @@ def put_far(x: Any, mesh: Mesh, placement: Placement | None) -> Any:
         )
     aval = leaf_aval(x)
     value = Arrival(lambda: np.asarray(x)) if is_small(aval) else None
-    return FarArray(aval, placement.resolve(len(aval.shape)), mesh, value)
+    return RemoteArray(aval, placement.resolve(len(aval.shape)), mesh, value)

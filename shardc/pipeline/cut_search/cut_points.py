@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from shardc.compat import Var
 from shardc.ir.walk import bytes_of
-from shardc.pipeline.points.fold_body import FoldedBody
+from shardc.pipeline.cut_search.fold_body import FoldedBody
 from shardc.pipeline.schedule.partition import Floats
 
 Ints: TypeAlias = NDArray[np.int64]

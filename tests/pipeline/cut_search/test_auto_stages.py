@@ -16,8 +16,8 @@ from examples.zoo import MODELS
 from shardc import S
 from shardc.ir.nested import bodies_of
 from shardc.pipeline import make
+from shardc.pipeline.cut_search.auto_stages import cut_automatically
 from shardc.pipeline.plan import HOST_SECONDS
-from shardc.pipeline.points.auto_stages import cut_automatically
 from shardc.pipeline.schedule.simulate import simulate
 from tests.whole.test_parity import assert_close
 

@@ -12,9 +12,9 @@ from shardc.machine.mesh import TOPOLOGIES, MeshView
 from shardc.passes.estimate.plan_cost import whole_seconds
 from shardc.passes.trace.trace import Arguments, trace
 from shardc.pipeline.cut.cut_loop import find_loop
-from shardc.pipeline.points.cut_points import find_points
-from shardc.pipeline.points.fold_body import fold_body
-from shardc.pipeline.points.owners import find_owned
+from shardc.pipeline.cut_search.cut_points import find_points
+from shardc.pipeline.cut_search.fold_body import fold_body
+from shardc.pipeline.cut_search.owners import find_owned
 
 WIDTHS = (8, 16, 8, 12, 8)
 CPU = MeshView((("data", 1),), TOPOLOGIES["cpu"])
@@ -43,7 +43,7 @@ def loss(params, batch, block=lambda f: f):
 
 def traced(step):
     arguments = Arguments(step, ())
-    return trace(arguments, arguments.take_apart((init(), BATCH), {}), marks=True)
+    return trace(arguments, arguments.bind((init(), BATCH), {}), marks=True)
 
 
 def value_and_gradient(fn, params, batch):

@@ -12,16 +12,17 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from shardc.arrays.own_part import OwnPart, own_part, whole_shape
 from shardc.arrays.placed import PlacedArray, narrow, put_leaf
+from shardc.arrays.process_rows import ProcessRows, process_rows, whole_shape
 from shardc.errors import ArgumentError, DisagreementError, all_offenders
 from shardc.execute.process_group import ProcessGroup, given_whole, value_text
 from shardc.sbp.layout import is_plain
 from shardc.sbp.placement import Placement
+from shardc.sbp.signature import is_extended
 
 
 @dataclass(frozen=True)
-class GivenPart:
+class GivenRows:
     """A leaf of which this process gives its part.
 
     Attributes:
@@ -36,7 +37,7 @@ class GivenPart:
 
     @cached_property
     def is_key(self) -> bool:
-        return hasattr(self.value, "dtype") and jax.dtypes.issubdtype(self.value.dtype, jax.dtypes.prng_key)
+        return hasattr(self.value, "dtype") and is_extended(self.value.dtype)
 
     @cached_property
     def words(self) -> np.ndarray[Any, Any]:
@@ -52,7 +53,7 @@ class GivenPart:
         kind = str(self.value.dtype) if self.is_key else str(self.words.dtype)
         return json.dumps([np.shape(self.value), kind, value_text(self.value)])
 
-    def put(self, mesh: Mesh, part: OwnPart, shape: tuple[int, ...]) -> jax.Array:
+    def put(self, mesh: Mesh, part: ProcessRows, shape: tuple[int, ...]) -> jax.Array:
         """The array of which this is a part."""
         if not shape:
             return put_leaf(self.value, mesh, self.placement)
@@ -64,7 +65,7 @@ class GivenPart:
         return PlacedArray(physical, shape, part.placement, mesh)
 
 
-def put_parts(parts: Sequence[GivenPart], mesh: Mesh, group: ProcessGroup) -> list[jax.Array]:
+def put_rows(parts: Sequence[GivenRows], mesh: Mesh, group: ProcessGroup) -> list[jax.Array]:
     """The arrays that the parts of all processes make up.
 
     Raises:
@@ -74,7 +75,7 @@ def put_parts(parts: Sequence[GivenPart], mesh: Mesh, group: ProcessGroup) -> li
     said = group.gather("shardc.put(here=True)", {p.path: p.said() for p in parts})
     wrong, unlike = list[str](), list[str]()
     shapes: list[tuple[int, ...]] = []
-    own: list[OwnPart] = []
+    own: list[ProcessRows] = []
     for part in parts:
         told = {
             k: json.loads(each.get(part.path, '"has no such leaf"'))
@@ -82,7 +83,7 @@ def put_parts(parts: Sequence[GivenPart], mesh: Mesh, group: ProcessGroup) -> li
         }
         lines = [f"process {k} {fault}" for k, fault in told.items() if isinstance(fault, str)]
         if not lines:
-            pieces = {k: own_part(mesh, part.placement, len(t[0]), k) for k, t in told.items()}
+            pieces = {k: process_rows(mesh, part.placement, len(t[0]), k) for k, t in told.items()}
             shape, lines = whole_shape(pieces, {k: t[0] for k, t in told.items()})
             lines += _dtype_line(told)
             unlike += [f"{part.path}: {line}" for line in _unlike(pieces, told)]
@@ -102,7 +103,7 @@ def _dtype_line(told: Mapping[int, Sequence[Any]]) -> list[str]:
     return [f"the types differ: {', '.join(f'process {k} has {t[1]}' for k, t in told.items())}"]
 
 
-def _unlike(pieces: Mapping[int, OwnPart], told: Mapping[int, Sequence[Any]]) -> list[str]:
+def _unlike(pieces: Mapping[int, ProcessRows], told: Mapping[int, Sequence[Any]]) -> list[str]:
     """Lines about processes that hold the same part and have other values."""
     first: dict[Any, int] = {}
     found: list[str] = []

@@ -10,8 +10,8 @@ import numpy as np
 from shardc.compat import Var
 from shardc.ir.walk import bytes_of
 from shardc.passes.estimate.memory import working_bytes
-from shardc.pipeline.points.cut_points import Points
-from shardc.pipeline.points.fold_body import FoldedBody
+from shardc.pipeline.cut_search.cut_points import Points
+from shardc.pipeline.cut_search.fold_body import FoldedBody
 from shardc.pipeline.schedule.partition import Floats
 
 

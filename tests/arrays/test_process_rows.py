@@ -10,12 +10,12 @@ import pytest
 
 import shardc
 from shardc import P, Placement, S
-from shardc.arrays.own_part import own_part, whole_shape
+from shardc.arrays.process_rows import process_rows, whole_shape
 from shardc.errors import ArgumentError
 
 
 def mesh_of(processes, **axes):
-    """A mesh as `own_part` sees it: its devices are of so many processes, in order."""
+    """A mesh as `process_rows` sees it: its devices are of so many processes, in order."""
     n = math.prod(axes.values())
     devices = np.empty(n, object)
     devices[:] = [SimpleNamespace(process_index=i * processes // n) for i in range(n)]
@@ -31,7 +31,7 @@ MESH = mesh_of(2, data=4, model=2)
 
 
 def parts(placement, rank, mesh=MESH, processes=2):
-    return {k: own_part(mesh, Placement(placement), rank, k) for k in range(processes)}
+    return {k: process_rows(mesh, Placement(placement), rank, k) for k in range(processes)}
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_shapes_and_slices_of_an_uneven_split():
     assert [p.shape((7, 3)) for p in found.values()] == [(4, 3), (3, 3)]
     assert [p.slices((7, 3)) for p in found.values()] == [(slice(0, 4), slice(0, 3)), (slice(4, 7), slice(0, 3))]
     assert [p.shape((1, 3)) for p in found.values()] == [(1, 3), (0, 3)]
-    apart = own_part(MESH, Placement({"model": S(0), "data": S(0)}), 1, 0)
+    apart = process_rows(MESH, Placement({"model": S(0), "data": S(0)}), 1, 0)
     assert apart.slices((16,)) is None
     assert apart.shape((16,)) == (8,)
     assert apart.slices((2,)) == (slice(0, 2),)
@@ -96,12 +96,12 @@ def test_a_part_that_is_no_rectangle():
     mesh = mesh_of(2, data=2, model=2)
     mesh.devices.flat[:] = [SimpleNamespace(process_index=k) for k in (0, 1, 1, 0)]
     with pytest.raises(ArgumentError, match="the devices of process 0 hold no rectangular part of an array at"):
-        own_part(mesh, Placement({"data": S(0), "model": S(1)}), 2, 0)
+        process_rows(mesh, Placement({"data": S(0), "model": S(1)}), 2, 0)
 
 
 def test_one_process_puts_its_part_as_the_whole():
     mesh, x = shardc.make_mesh(data=4, model=2), np.arange(26.0, dtype=np.float32).reshape(13, 2)
     for placement in ({"data": S(0)}, {"data": S(0), "model": S(1)}, {"data": P("sum"), "model": S(0)}, {}):
-        got = own_part(mesh, Placement(placement), 2, 0).put(x, x.shape)
+        got = process_rows(mesh, Placement(placement), 2, 0).put(x, x.shape)
         want = shardc.put(x, mesh, placement)
         np.testing.assert_array_equal(np.asarray(got), np.asarray(getattr(want, "physical", want)))

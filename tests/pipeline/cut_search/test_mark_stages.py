@@ -8,8 +8,8 @@ from jax.extend.core import jaxpr_as_fun
 from shardc import compat
 from shardc.ir.boundary import stage_boundary_p
 from shardc.pipeline.cut.cut_loop import find_loop, place_body, stage_of
-from shardc.pipeline.points.mark_stages import mark_stages
-from tests.pipeline.points.folded import BATCH, STEPS, init, measured, traced
+from shardc.pipeline.cut_search.mark_stages import mark_stages
+from tests.pipeline.cut_search.folded import BATCH, STEPS, init, measured, traced
 
 
 @pytest.fixture(params=STEPS)

@@ -13,7 +13,7 @@ from typing import Any
 
 from shardc import compat
 from shardc.compat import Atom, Eqn, Var
-from shardc.ir.walk import ADDITIONS, LINEAR, bytes_of
+from shardc.ir.walk import ADDITIONS, LINEAR, bytes_of, reads_of
 from shardc.pipeline.cut.cut_loop import CHEAP, CHEAP_DEPTH, MicrobatchLoop
 from shardc.pipeline.cut.reassociate import sum_terms
 
@@ -63,7 +63,7 @@ class FoldedBody:
         for t, eqn in enumerate(self.eqns):
             if eqn in self.sums or any(v in self.cheap for v in eqn.outvars):
                 continue
-            atoms = {a for a in eqn.invars if not compat.is_literal(a)}
+            atoms = set(compat.variables(eqn.invars))
             for v in atoms | {root for a in atoms for root in self.cheap.get(a, ())}:
                 found.setdefault(v, []).append(t)
         return found
@@ -89,10 +89,7 @@ def _sums(loop: MicrobatchLoop) -> tuple[frozenset[Eqn], tuple[tuple[Var, ...], 
     """The equations that only sum into carries, and the terms of each carry."""
     body = loop.body
     made = {v: e for e in body.eqns for v in e.outvars}
-    readers: dict[Var, int] = {}
-    for a in (*(a for e in body.eqns for a in e.invars), *body.outvars):
-        if not compat.is_literal(a):
-            readers[a] = readers.get(a, 0) + 1
+    readers = reads_of(body.eqns, body.outvars)
     inner: set[Eqn] = set()
     terms: list[tuple[Var, ...]] = []
     for before, out in zip(body.invars[loop.consts :], body.outvars[: loop.carries], strict=False):
