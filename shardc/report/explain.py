@@ -139,9 +139,9 @@ def optimality_text(gap: float | None) -> str:
 def _time(time: Time) -> Iterator[str]:
     """A line for each part of the time, and one for what overlaps."""
     again = f", {seconds_text(time.recompute)} of it to recompute" if time.recompute else ""
-    yield f"Time: {seconds_text(time.compute)} computing{again}"
-    parts = {"memory": "reading and writing memory", **{kind: kind for kind in COLLECTIVES}}
+    parts = {"compute": f"computing{again}", "memory": "reading and writing memory", **{k: k for k in COLLECTIVES}}
     parts |= {"launch": "launching", "wait": "waiting", "host": "moving to and from host memory"}
+    yield "Time:" if time.total else "Time: 0 s"
     for part, name in parts.items():
         if seconds := getattr(time, part):
             yield f"  {seconds_text(seconds)} {name}"

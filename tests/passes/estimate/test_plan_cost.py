@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import sys
 from dataclasses import replace
 from typing import Any
@@ -112,11 +113,11 @@ def test_a_cond_takes_as_long_as_its_longer_branch() -> None:
 
 @pytest.mark.usefixtures("not_combined")
 def test_explain_says_where_the_time_goes() -> None:
-    lines = planned(batch=2**16).explain().splitlines()[2:6]
-    assert lines[0].startswith("Time: ")
+    lines = planned(batch=2**16).explain().splitlines()[2:7]
+    assert lines[0] == "Time:"
     ends = [" computing", " reading and writing memory", " all_reduce", " of reductions"]
-    assert [line.endswith(end) for line, end in zip(lines, ends, strict=True)] == [True] * 4
-    assert " that overlap with computation: " in lines[3]
+    assert [line.endswith(end) for line, end in zip(lines[1:], ends, strict=True)] == [True] * 4
+    assert re.match(r"  less (.* .s) that overlap with computation: \1 of reductions$", lines[4])
 
 
 @pytest.mark.parametrize("checkpoint", [True, False])
