@@ -11,9 +11,13 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Collection, Mapping, Sequence, Set
+from typing import TypeAlias
 
 from shardc import compat
 from shardc.compat import Eqn, Jaxpr, Var
+
+Reads: TypeAlias = Sequence[tuple[Eqn, Sequence[Var]]]
+"""Equations in order, each with the values that it reads."""
 
 
 def overlapped_seconds(
@@ -29,7 +33,8 @@ def overlapped_seconds(
     if not sending or not computing:
         return [0.0] * len(sending)
     wanted = {eqn for eqns, _ in sending for eqn in eqns}
-    begins, ends = _begins(jaxpr, wanted, computing), _ends(jaxpr, wanted, computing)
+    reads = [(eqn, [a for a in eqn.invars if not compat.is_literal(a)]) for eqn in jaxpr.eqns]
+    begins, ends = _begins(reads, wanted, computing), _ends(reads, wanted, computing)
     ready: list[list[tuple[int, int]]] = [[] for _ in range(len(computing) + 1)]
     for k, (eqns, _) in enumerate(sending):
         ready[max(begins[eqn] for eqn in eqns)].append((min(ends[eqn] for eqn in eqns), k))
@@ -46,33 +51,38 @@ def overlapped_seconds(
     return [seconds - rest for (_, seconds), rest in zip(sending, left, strict=True)]
 
 
-def _begins(jaxpr: Jaxpr, wanted: Set[Eqn], computing: Mapping[Eqn, float]) -> dict[Eqn, int]:
+def _begins(reads: Reads, wanted: Set[Eqn], computing: Mapping[Eqn, float]) -> dict[Eqn, int]:
     """For each wanted equation the number of computing equations up to the last that it depends on."""
     made: dict[Var, int] = {}
     found: dict[Eqn, int] = {}
     step = 0
-    for eqn in jaxpr.eqns:
-        at = max([made.get(v, 0) for v in compat.variables(eqn.invars)], default=0) if made else 0
+    for eqn, operands in reads:
         if eqn in computing:
             at = step = step + 1
-        if eqn in wanted:
-            found[eqn] = at
+        else:
+            at = max([made[v] for v in operands if v in made], default=0)
+            if eqn in wanted:
+                found[eqn] = at
         if at:
-            made.update(dict.fromkeys(eqn.outvars, at))
+            for v in eqn.outvars:
+                made[v] = at
     return found
 
 
-def _ends(jaxpr: Jaxpr, wanted: Set[Eqn], computing: Mapping[Eqn, float]) -> dict[Eqn, int]:
+def _ends(reads: Reads, wanted: Set[Eqn], computing: Mapping[Eqn, float]) -> dict[Eqn, int]:
     """For each wanted equation the number of computing equations before the first that depends on it."""
     step = last = len(computing)
     needed: dict[Var, int] = {}
     found: dict[Eqn, int] = {}
-    for eqn in reversed(jaxpr.eqns):
-        at = min([needed.get(v, last) for v in eqn.outvars], default=last) if needed else last
+    for eqn, operands in reversed(reads):
         if eqn in computing:
             at = step = step - 1
-        if eqn in wanted:
-            found[eqn] = at
+        else:
+            at = min([needed[v] for v in eqn.outvars if v in needed], default=last)
+            if eqn in wanted:
+                found[eqn] = at
         if at < last:
-            needed.update([(v, min(at, needed.get(v, last))) for v in compat.variables(eqn.invars)])
+            for v in operands:
+                if needed.get(v, last) > at:
+                    needed[v] = at
     return found
