@@ -149,7 +149,7 @@ def _time(time: Time) -> Iterator[str]:
         rest = time.overlapped - time.overlapped_reductions - time.overlapped_rings
         kinds = {"gathers": rest, "reductions": time.overlapped_reductions, "rings": time.overlapped_rings}
         texts = [f"{seconds_text(s)} of {name}" for name, s in kinds.items() if s > 1e-9 * time.overlapped]
-        yield f"  less {seconds_text(time.overlapped)} that overlap with computation: {', '.join(texts)}"
+        yield f"  less {', '.join(texts)} that overlap with computation"
 
 
 def _rewrites(plan: SpmdPlan) -> Iterator[str]:

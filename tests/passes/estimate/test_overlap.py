@@ -19,7 +19,7 @@ X = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
 
 def overlapped(f: Any, seconds: dict[str, float], computing: float = 1.0) -> dict[str, float]:
     """The overlap of the collectives of a function, whose primitives are named; each product takes one second."""
-    jaxpr = jax.make_jaxpr(f)(X, X).jaxpr
+    jaxpr: Any = jax.make_jaxpr(f)(X, X).jaxpr
     names = [e.primitive.name for e in jaxpr.eqns if e.primitive.name in seconds]
     sending = [([e], seconds[e.primitive.name]) for e in jaxpr.eqns if e.primitive.name in seconds]
     products = {e: computing for e in jaxpr.eqns if e.primitive.name == "dot_general"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import sys
 from dataclasses import replace
 from typing import Any
@@ -115,9 +114,8 @@ def test_a_cond_takes_as_long_as_its_longer_branch() -> None:
 def test_explain_says_where_the_time_goes() -> None:
     lines = planned(batch=2**16).explain().splitlines()[2:7]
     assert lines[0] == "Time:"
-    ends = [" computing", " reading and writing memory", " all_reduce", " of reductions"]
+    ends = [" computing", " reading and writing memory", " all_reduce", " of reductions that overlap with computation"]
     assert [line.endswith(end) for line, end in zip(lines[1:], ends, strict=True)] == [True] * 4
-    assert re.match(r"  less (.* .s) that overlap with computation: \1 of reductions$", lines[4])
 
 
 @pytest.mark.parametrize("checkpoint", [True, False])
