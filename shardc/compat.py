@@ -350,7 +350,23 @@ def scopes_of(eqn: Eqn) -> tuple[tuple[str, ...], bool]:
 
 
 def _is_ours(scope: str) -> bool:
-    return bool(_ROUNDS.fullmatch(scope) or _SCAN.fullmatch(scope))
+    return bool(scope == _AGAIN or _ROUNDS.fullmatch(scope) or _SCAN.fullmatch(scope))
+
+
+# Why: JAX puts what a checkpoint recomputes into a scope of this name.
+_REMATTED: Final = "rematted_computation"
+_AGAIN: Final = "shardc.recompute"
+
+
+def as_recomputed(eqn: Eqn) -> Eqn:
+    """An equation as one that computes again what another computed before."""
+    stack = _source_info_util.NameStack((_source_info_util.Scope(_AGAIN),)) + eqn.source_info.name_stack
+    return eqn.replace(source_info=eqn.source_info.replace(name_stack=stack))
+
+
+def is_recomputed(eqn: Eqn) -> bool:
+    """Whether an equation computes again what was computed before: for `jax.checkpoint`, or as `as_recomputed` says."""
+    return any(s.name in (_REMATTED, _AGAIN) for s in eqn.source_info.name_stack.stack)
 
 
 @functools.lru_cache(maxsize=1024)

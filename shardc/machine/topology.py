@@ -255,7 +255,7 @@ _BLACKWELL_ULTRA: Final = (
 
 _AMPERE: Final = (("float32", 1.56e14), ("float64", 1.95e13), ("int8", 6.24e14))
 # [P] The shares that are reached.
-_V4_V5, _V6E, _V7X, _A100, _BLACKWELLS = 0.86, 0.64, 0.77, 0.67, 0.64
+_V4_V5, _V6E, _V7X, _A100, _BLACKWELLS = 0.82, 0.58, 0.73, 0.67, 0.64
 _H100 = 0.6  # between 0.77 of two runs in float8 and 0.41 of cards at 500 W
 
 _HOSTS: Final = {

@@ -129,7 +129,7 @@ def _program_sections(plan: SpmdPlan) -> OwnSections:
         ],
     )
     return OwnSections(
-        (plan.mesh,), [head, _time(plan.time)], fullest, rewrites=[*_rewrites(plan)], recomputed=[*_recomputed(plan)]
+        (plan.mesh,), [head, *_time(plan.time)], fullest, rewrites=[*_rewrites(plan)], recomputed=[*_recomputed(plan)]
     )
 
 
@@ -140,13 +140,20 @@ def optimality_text(gap: float | None) -> str:
     return f"within {percent_text(gap)} of the optimum" if gap else "proved optimal"
 
 
-def _time(time: Time) -> str:
-    """One line with the parts of the time."""
-    parts = [f"{seconds_text(time.compute)} computing", f"{seconds_text(time.memory)} reading and writing memory"]
-    parts += [f"{seconds_text(s)} {kind}" for kind in COLLECTIVES if (s := getattr(time, kind))]
-    parts += [f"{seconds_text(time.host)} moving to and from host memory"] * bool(time.host)
-    overlap = f"; {seconds_text(time.overlapped)} of the reductions overlap with computation" if time.overlapped else ""
-    return f"Time: {', '.join(parts)}{overlap}."
+def _time(time: Time) -> Iterator[str]:
+    """A line for each part of the time, and one for what overlaps."""
+    again = f", {seconds_text(time.recompute)} of it to recompute" if time.recompute else ""
+    parts = {"compute": f"computing{again}", "memory": "reading and writing memory", **{k: k for k in COLLECTIVES}}
+    parts |= {"launch": "launching", "wait": "waiting", "host": "moving to and from host memory"}
+    yield "Time:" if time.total else "Time: 0 s"
+    for part, name in parts.items():
+        if seconds := getattr(time, part):
+            yield f"  {seconds_text(seconds)} {name}"
+    if time.overlapped:
+        rest = time.overlapped - time.overlapped_reductions - time.overlapped_rings
+        kinds = {"gathers": rest, "reductions": time.overlapped_reductions, "rings": time.overlapped_rings}
+        texts = [f"{seconds_text(s)} of {name}" for name, s in kinds.items() if s > 1e-9 * time.overlapped]
+        yield f"  less {', '.join(texts)} that overlap with computation"
 
 
 def _rewrites(plan: SpmdPlan) -> Iterator[str]:

@@ -30,9 +30,11 @@ from shardc.report.tables import (
 
 _PARTS: Final = {
     "compute": "computing", "memory": "reading and writing", "overlapped": "overlapped", "launch": "launching",
-    "wait": "waiting",
+    "wait": "waiting", "recompute": "of it recomputing",
 }  # fmt: skip
 """Column names of the parts of a rank's time, where they differ from the field."""
+_WITHIN: Final = ("overlapped_reductions", "overlapped_rings")
+"""Parts of `overlapped`, which have no columns."""
 _TASKS: Final = ("load", "F", "B", "I", "W", "update")
 
 
@@ -233,7 +235,7 @@ def _tasks(plan: MpmdPlan, timeline: Timeline) -> Section:
 def _times(plan: MpmdPlan) -> Section:
     """A table of the parts of each rank's time."""
     times = plan.rank_times
-    parts = [f.name for f in fields(Time) if any(getattr(t, f.name) for t in times)]
+    parts = [f.name for f in fields(Time) if f.name not in _WITHIN and any(getattr(t, f.name) for t in times)]
     rows = (tuple("-" * (part == "overlapped") + seconds_text(getattr(t, part)) for part in parts) for t in times)
     columns = ("ranks", *(f">{_PARTS.get(part, part)}" for part in parts))
     return Section(f"Time: how each rank spends the {seconds_text(plan.seconds)} of a call", columns, _alike(rows))

@@ -132,7 +132,10 @@ def _numbers(text):
 )
 def test_recompute_is_said(recompute, text):
     plan = tied(MESH, recompute=recompute).plan(*tied_args(f32, i32))
-    assert text in plan.explain()
+    said = plan.explain()
+    assert text in said
+    assert any(time.recompute for time in plan.rank_times) is (recompute != "none")
+    assert ("of it recomputing" in said) is (recompute != "none")
 
 
 def test_only_the_kinds_that_occur_are_explained():

@@ -148,7 +148,7 @@ def test_padding_counts() -> None:
 
 def test_seconds_are_latency_and_bytes_over_bandwidth() -> None:
     boxing = find_boxing((64, 32), ITEMSIZE, Placement({"a": P()}), Placement(), view_of({"a": 8}, "v5p"))
-    assert boxing.seconds == pytest.approx((1 + 2 * 4) * 1e-6 + (2 * T * 7 / 8) / (0.86 * 1.8e11), rel=1e-4)
+    assert boxing.seconds == pytest.approx((1 + 2 * 4) * 1e-6 + (2 * T * 7 / 8) / (0.82 * 1.8e11), rel=1e-4)
     src, dst = Placement.parse("{a: P(sum), b: S(0)}"), Placement.parse("{b: S(0)}")
     seconds = find_boxing((64, 32), ITEMSIZE, src, dst, view_of({"a": 4, "b": 2}, "h100")).seconds
     assert seconds == pytest.approx(6.6e-6 + 2 * 3 * 6e-7 + (2 * T / 2 * 3 / 4) / (0.6 * 4.5e11), rel=1e-4)

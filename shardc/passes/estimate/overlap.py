@@ -1,58 +1,88 @@
-"""Reductions that overlap with computation. This enters `Plan.seconds` alone, never the choice of placements.
+"""Collectives that overlap with computation. This enters `Plan.seconds` alone, never the choice of placements.
 
-A reduction is late if no heavy operation depends on it, directly or not: only the optimizer and the results read it. It
-can start when its operand is ready, and overlaps with what the program computes after that. Late reductions share the
-links, one after the other. What is not sent when the program has computed everything adds to its time.
+A collective can go on from when its operand is made until the first computing equation that depends on its result. It
+overlaps with what the device computes in between: the gather of a layer's weights with the products before those that
+read them, the reduction of a gradient with the rest of the backward pass. Each body is looked at by itself: nothing of
+the next round of a loop begins in this one, and nothing of this one is left for the next. Collectives share the links,
+one after the other, that which is needed first before the others. What is not sent in time adds to the time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+import heapq
+from collections.abc import Collection, Mapping, Sequence, Set
+from typing import TypeAlias
 
 from shardc import compat
 from shardc.compat import Eqn, Jaxpr, Var
 
-
-def late_values(jaxpr: Jaxpr, late_results: Sequence[bool], heavy: Set[Eqn]) -> set[Var]:
-    """The values of a jaxpr that no heavy operation depends on, and no result that is not late itself.
-
-    Args:
-      late_results: for each result whether it is late.
-      heavy: the heavy equations.
-    """
-    busy = {v for v, late in zip(jaxpr.outvars, late_results, strict=True) if not late and not compat.is_literal(v)}
-    late: set[Var] = set()
-    for eqn in reversed(jaxpr.eqns):
-        if eqn in heavy or not busy.isdisjoint(eqn.outvars):
-            busy.update([v for v in eqn.invars if not compat.is_literal(v)])
-            late.update([v for v in eqn.outvars if v not in busy])
-        else:
-            late.update(eqn.outvars)
-    return late
+Reads: TypeAlias = Sequence[tuple[Eqn, Sequence[Var]]]
+"""Equations in order, each with the values that it reads."""
 
 
 def overlapped_seconds(
-    jaxpr: Jaxpr, late: Set[Var], reducing: Mapping[Eqn, float], computing: Mapping[Eqn, float]
-) -> float:
-    """Seconds of the late reductions of a jaxpr that overlap with what it computes after their operands.
+    jaxpr: Jaxpr, sending: Sequence[tuple[Collection[Eqn], float]], computing: Mapping[Eqn, float]
+) -> list[float]:
+    """Seconds of each collective that overlap with what a jaxpr computes.
 
     Args:
-      late: the late values (`late_values`).
-      reducing: seconds of each equation that is a reduction.
-      computing: seconds that each equation computes.
+      sending: for each collective its equations, more than one if they are combined, and its seconds.
+      computing: seconds that equations compute while the links are idle.
     """
-    found = [eqn for eqn in jaxpr.eqns if reducing.get(eqn) and all(v in late for v in eqn.outvars)]
-    if not found:
-        return 0.0
-    operands = {v for eqn in found for v in compat.variables(eqn.invars)}
-    made = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars if v in operands}
-    ready = [0.0] * (len(jaxpr.eqns) + 1)
-    for eqn in found:
-        last = max((made.get(v, -1) for v in compat.variables(eqn.invars)), default=-1)
-        ready[1 + last] += reducing[eqn]
-    waiting, overlapped = ready[0], 0.0
-    for eqn, more in zip(jaxpr.eqns, ready[1:], strict=True):
-        if more or eqn in computing:
-            sent = min(waiting, computing.get(eqn, 0.0))
-            overlapped, waiting = overlapped + sent, waiting - sent + more
-    return overlapped
+    computing = {eqn: seconds for eqn in jaxpr.eqns if (seconds := computing.get(eqn, 0.0)) > 0}
+    if not sending or not computing:
+        return [0.0] * len(sending)
+    wanted = {eqn for eqns, _ in sending for eqn in eqns}
+    reads = [(eqn, [a for a in eqn.invars if not compat.is_literal(a)]) for eqn in jaxpr.eqns]
+    begins, ends = _begins(reads, wanted, computing), _ends(reads, wanted, computing)
+    ready: list[list[tuple[int, int]]] = [[] for _ in range(len(computing) + 1)]
+    for k, (eqns, _) in enumerate(sending):
+        ready[max(begins[eqn] for eqn in eqns)].append((min(ends[eqn] for eqn in eqns), k))
+    left, waiting = [seconds for _, seconds in sending], list[tuple[int, int]]()
+    for now, (seconds, more) in enumerate(zip(computing.values(), ready, strict=False)):
+        for one in more:
+            heapq.heappush(waiting, one)
+        while waiting and seconds:
+            end, k = waiting[0]
+            sent = min(left[k], seconds) if end > now else 0.0
+            left[k], seconds = left[k] - sent, seconds - sent
+            if end <= now or not left[k]:
+                heapq.heappop(waiting)
+    return [seconds - rest for (_, seconds), rest in zip(sending, left, strict=True)]
+
+
+def _begins(reads: Reads, wanted: Set[Eqn], computing: Mapping[Eqn, float]) -> dict[Eqn, int]:
+    """For each wanted equation the number of computing equations up to the last that it depends on."""
+    made: dict[Var, int] = {}
+    found: dict[Eqn, int] = {}
+    step = 0
+    for eqn, operands in reads:
+        if eqn in computing:
+            at = step = step + 1
+        else:
+            at = max([made[v] for v in operands if v in made], default=0)
+            if eqn in wanted:
+                found[eqn] = at
+        if at:
+            for v in eqn.outvars:
+                made[v] = at
+    return found
+
+
+def _ends(reads: Reads, wanted: Set[Eqn], computing: Mapping[Eqn, float]) -> dict[Eqn, int]:
+    """For each wanted equation the number of computing equations before the first that depends on it."""
+    step = last = len(computing)
+    needed: dict[Var, int] = {}
+    found: dict[Eqn, int] = {}
+    for eqn, operands in reversed(reads):
+        if eqn in computing:
+            at = step = step - 1
+        else:
+            at = min([needed[v] for v in eqn.outvars if v in needed], default=last)
+            if eqn in wanted:
+                found[eqn] = at
+        if at < last:
+            for v in operands:
+                if needed.get(v, last) > at:
+                    needed[v] = at
+    return found

@@ -1,8 +1,8 @@
 """The cost of a boxed program: its collectives, and the seconds of one call by what they go to.
 
 Heavy operations and collectives are priced one by one, as where placements are chosen. The bytes of light operations
-are priced together, as XLA fuses them (`traffic`), and late reductions overlap with computation (`overlap`): neither is
-a sum over equations, so the search knows neither.
+are priced together, as XLA fuses them (`traffic`), and collectives overlap with computation (`overlap`): neither is a
+sum over equations, so the search knows neither.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import operator
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Final, cast
 
@@ -21,13 +21,13 @@ from shardc.ir.collective import Collective, Moves
 from shardc.ir.constrain import pin_of
 from shardc.ir.host_callback import runs_once
 from shardc.ir.memory_move import MemorySpace, is_memory_move
-from shardc.ir.nested import NESTED, bodies_of, nested_bodies, trips_of
+from shardc.ir.nested import NESTED, bodies_of, trips_of
 from shardc.ir.transfer import is_transfer
 from shardc.ir.user_shard_map import is_unit, unit_body, unit_moves
 from shardc.ir.walk import all_eqns, bytes_of, executions, local_bytes, operation_of, setting_of, short_aval, work_dtype
 from shardc.machine.mesh import MeshView
 from shardc.passes.estimate.combine import Started, combinations
-from shardc.passes.estimate.overlap import late_values, overlapped_seconds
+from shardc.passes.estimate.overlap import overlapped_seconds
 from shardc.passes.estimate.traffic import fused_bytes
 from shardc.sbp.boxing import Boxing
 from shardc.sbp.cost import (
@@ -54,12 +54,16 @@ class Time:
       compute: operations bound by the matrix units.
       memory: operations bound by memory, and light operations.
       all_reduce, all_gather, reduce_scatter, all_to_all, permute: collectives of each kind.
-      overlapped: the part of the collectives that overlaps with computation: reductions that only the optimizer and the
-        results read, and pieces that go around a ring while others are multiplied.
+      overlapped: the part of the collectives that overlaps with computation.
       launch: of a pipeline, the time by which its shortest tasks take longer than they compute, for the host to launch
         them.
       wait: of a pipeline, for other ranks and for their messages.
       host: moving values to and from the memory of the host. It is taken to overlap with nothing.
+      overlapped_reductions: the part of `overlapped` that is reductions, most of them of gradients.
+      overlapped_rings: the part of it that is pieces that go around a ring while others are multiplied. The rest is
+        gathers and the like.
+      recompute: the part of `compute` and `memory` in which heavy operations compute what was computed before: for
+        `jax.checkpoint`, or because the plan does not keep it.
     """
 
     compute: float = 0.0
@@ -73,6 +77,9 @@ class Time:
     launch: float = 0.0
     wait: float = 0.0
     host: float = 0.0
+    overlapped_reductions: float = 0.0
+    overlapped_rings: float = 0.0
+    recompute: float = 0.0
 
     @property
     def computing(self) -> float:
@@ -155,7 +162,7 @@ class EquationCost:
 def equation_costs(boxed: Boxed, mesh: MeshView) -> dict[Eqn, EquationCost]:
     """The parts of `plan_cost` by equation. Their seconds add up to its time, with what overlaps."""
     found = _CostWalk(boxed, mesh, {})
-    found.scope(boxed.jaxpr, 1, [True] * len(boxed.jaxpr.outvars))
+    found.scope(boxed.jaxpr, 1)
     assert found.each is not None
     return found.each
 
@@ -163,7 +170,7 @@ def equation_costs(boxed: Boxed, mesh: MeshView) -> dict[Eqn, EquationCost]:
 def plan_cost(boxed: Boxed, mesh: MeshView) -> PlanCost:
     """The cost of a boxed program."""
     found = _CostWalk(boxed, mesh)
-    time = found.scope(boxed.jaxpr, 1, [True] * len(boxed.jaxpr.outvars))
+    time = found.scope(boxed.jaxpr, 1)
     return PlanCost(tuple(found.collectives), time, found.added, tuple(found.host_moves))
 
 
@@ -258,39 +265,50 @@ class _CostWalk:
         self.boxings: dict[tuple[Any, Placement, Placement, int], Boxing] = {}
         self.prices: dict[Hashable, _Price] = {}
 
-    def scope(self, jaxpr: Jaxpr, trips: int, late_results: Sequence[bool]) -> Time:
+    def scope(self, jaxpr: Jaxpr, trips: int) -> Time:
         """The time of one execution of a jaxpr that runs `trips` times."""
         plain = {eqn for eqn in jaxpr.eqns if self.is_plain(eqn)}
         others = [eqn for eqn in jaxpr.eqns if eqn not in plain]
-        late = late_values(jaxpr, late_results, {eqn for eqn in others if self.is_heavy(eqn)})
         times: dict[Eqn, Time] = {}
         for eqn in jaxpr.eqns:
             if eqn in plain:
                 self.added += light_seconds(self.touched(eqn), self.mesh) * trips
             else:
                 begin = len(self.collectives)
-                times[eqn] = self.equation(eqn, trips, late)
+                time = self.equation(eqn, trips)
+                times[eqn] = replace(time, recompute=time.computing) if compat.is_recomputed(eqn) else time
                 if self.each is not None and eqn.primitive.name not in NESTED:
                     self.each[eqn] = EquationCost(Time(), self.collectives[begin:])
         together = list(combinations(jaxpr, self.started(others), dict(self.mesh.topology.combined)))
         for s in (s for found in together for s in found[:-1]):
             time = times[s.eqn]
             times[s.eqn] = replace(time, **{s.kind: getattr(time, s.kind) - s.seconds})
-        overlapped = 0.0
-        if self.mesh.topology.overlaps:
-            reducing = {eqn: times[eqn].moving for eqn in others if self.is_reducing(eqn)}
-            for *before, last in together:  # the combination starts with the operand that is made last
-                for s in before:
-                    seconds = reducing.pop(s.eqn, 0.0)
-                    reducing[last.eqn] = reducing.get(last.eqn, 0.0) + seconds
-            computing = {eqn: _own_computing(eqn, times[eqn]) for eqn in others}
-            overlapped = overlapped_seconds(jaxpr, late, reducing, computing)
+        hidden = self.overlapped(jaxpr, times, together) if self.mesh.topology.overlaps else Time()
         light = plain.union([eqn for eqn in others if self.is_light(eqn)])
         moved = fused_bytes(jaxpr, light, {eqn for eqn in others if _is_same(eqn)}, self.held)
         fused = memory_seconds(moved, self.mesh)
         if self.each is not None:
             self.share_out(times, light, fused, trips)
-        return sum(times.values(), Time(memory=fused, overlapped=overlapped))
+        return sum(times.values(), hidden + Time(memory=fused))
+
+    def overlapped(self, jaxpr: Jaxpr, times: Mapping[Eqn, Time], together: Iterable[Sequence[Started]]) -> Time:
+        """The part of a scope's collectives that overlaps with what its other equations compute.
+
+        Args:
+          times: of one execution of each equation that is not plain.
+          together: collectives that are combined.
+        """
+        alone = {eqn: time.moving for eqn, time in times.items() if eqn.primitive is box_p and time.moving}
+        sending: list[tuple[Collection[Eqn], float]] = []
+        for found in together:
+            eqns = {s.eqn for s in found}
+            if len(eqns) > 1:
+                sending.append((eqns, sum(alone.pop(eqn, 0.0) for eqn in eqns)))
+        sending += [([eqn], seconds) for eqn, seconds in alone.items()]
+        computing = {eqn: time.computing - time.overlapped for eqn, time in times.items()}
+        found = overlapped_seconds(jaxpr, sending, computing)
+        reduced = sum(s for s, (eqns, _) in zip(found, sending, strict=True) if any(map(self.is_reducing, eqns)))
+        return Time(overlapped=sum(found), overlapped_reductions=reduced)
 
     def share_out(self, times: Mapping[Eqn, Time], light: Collection[Eqn], fused: float, trips: int) -> None:
         """Add the seconds of each equation of a scope to its cost; those of light operations together are `fused`."""
@@ -363,10 +381,10 @@ class _CostWalk:
         alone = is_transfer(eqn) or is_memory_move(eqn)
         return eqn.primitive.name not in NESTED and not self.is_heavy(eqn) and not alone
 
-    def equation(self, eqn: Eqn, trips: int, late: Collection[Var]) -> Time:
+    def equation(self, eqn: Eqn, trips: int) -> Time:
         """The time of one execution, without the bytes of light operations."""
         if eqn.primitive.name in NESTED:
-            return self.nested(eqn, trips, [v in late for v in eqn.outvars])
+            return self.nested(eqn, trips)
         if eqn.primitive is box_p:
             return self.take(self.price(eqn), eqn.params["source"], trips)
         if is_unit(eqn):
@@ -437,7 +455,8 @@ class _CostWalk:
         moves = Collective("permute", (ring.axis,), each * count, count, "", value, src, dst)
         time = _ring_seconds(eqn, ring, rule, setting, self.placements, self.mesh)
         overlapped = time.computing + time.moving - time.total
-        return _Price((moves,), Time(compute=time.computing, permute=time.moving, overlapped=overlapped), (time.total,))
+        parts = Time(compute=time.computing, permute=time.moving, overlapped=overlapped, overlapped_rings=overlapped)
+        return _Price((moves,), parts, (time.total,))
 
     def unit(self, body: Jaxpr, trips: int) -> Time:
         begin = len(self.collectives)
@@ -464,15 +483,14 @@ class _CostWalk:
         self.added += seconds * times * trips
         return (self.add(moves, times * trips) + Time(compute=seconds)) * times
 
-    def nested(self, eqn: Eqn, trips: int, late: list[bool]) -> Time:
+    def nested(self, eqn: Eqn, trips: int) -> Time:
         """The time of a loop's body times its iterations (expected ones of a `while`), or of the slowest branch of a
         `cond`."""
         length = trips_of(eqn)
         found: list[Time] = []
         begin = len(self.collectives)
-        for body in nested_bodies(eqn):  # the next step reads a carry, and a loop its condition
-            results = [j >= body.carries and late[j] for j in body.results] or [False] * body.decides
-            found.append(self.scope(body.jaxpr, trips * length, results))
+        for body in bodies_of(eqn):
+            found.append(self.scope(body, trips * length))
         if eqn.primitive.name == "while":
             self.per_iteration(begin, length, compat.rounds_of(eqn) is None)
         if eqn.primitive.name == "cond":
@@ -488,11 +506,6 @@ class _CostWalk:
         time = Time(**moves.seconds)
         self.added += time.moving * trips
         return time
-
-
-def _own_computing(eqn: Eqn, time: Time) -> float:
-    """Seconds of an equation's computation that other collectives can overlap with; a ring's permutes already do."""
-    return time.computing - (0.0 if eqn.primitive.name in NESTED else time.overlapped)
 
 
 _PARTICULAR: Final = frozenset((

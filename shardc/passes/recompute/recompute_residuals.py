@@ -259,7 +259,7 @@ class _Reader:
             fresh = [compat.fresh_var(v.aval) for v in e.outvars]
             self.names.update(zip(e.outvars, fresh, strict=True))
             self.variables.update({new: slices.recomputed.get(old) for new, old in zip(fresh, e.outvars, strict=True)})
-            self.eqns.append(copy.replace(outvars=fresh))
+            self.eqns.append(compat.as_recomputed(copy.replace(outvars=fresh)))
         made = slices.row_of[stack]
         assert not compat.is_literal(made)
         if made in slices.rows:  # another stack of the same rows is kept

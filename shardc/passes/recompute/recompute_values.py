@@ -310,4 +310,4 @@ class _Recomputer:
             outs = [compat.fresh_var(v.aval) for v in e.outvars]
             self.names.update(zip(e.outvars, outs, strict=True))
             self.copied.update(zip(outs, e.outvars, strict=True))
-            self.add(e.replace(invars=invars, outvars=outs))
+            self.add(compat.as_recomputed(e.replace(invars=invars, outvars=outs)))

@@ -49,7 +49,7 @@ def _repeated(body: PlacedBody, stage: int) -> tuple[tuple[int, Eqn], ...]:
                 copy = with_own_bodies(with_atoms(body.eqns[i][1], names))
                 fresh = [compat.fresh_var(v.aval) for v in copy.outvars]
                 names |= dict(zip(body.eqns[i][1].outvars, fresh, strict=True))
-                found.append((back, copy.replace(outvars=fresh)))
+                found.append((back, compat.as_recomputed(copy.replace(outvars=fresh))))
         mine = {v: a for v, a in names.items() if v not in own} if p == back else {}
         found.append((p, with_atoms(eqn, mine)))
     return tuple(found)

@@ -21,6 +21,7 @@ from shardc.passes.estimate.plan_cost import Time, equation_costs
 from shardc.passes.estimate.traffic import fused_bytes
 from shardc.plan.borders import problem_of
 from shardc.plans import Plan
+from shardc.report.tables import seconds_text
 from shardc.sbp.boxing import find_boxing
 from shardc.sbp.cost import COLLECTIVES
 
@@ -63,6 +64,7 @@ def test_gradients_hide_behind_the_backward_pass() -> None:
     one = find_boxing((256, 256), 4, Placement({"data": P()}), Placement(), plan.mesh).seconds
     assert one <= plan.time.overlapped < plan.time.all_reduce
     assert plan.time.all_reduce - plan.time.overlapped >= one * (1 - 1e-9)
+    assert plan.time.overlapped_reductions == plan.time.overlapped
 
 
 def test_gradients_that_are_combined_wait_for_the_last() -> None:
@@ -110,12 +112,34 @@ def test_a_cond_takes_as_long_as_its_longer_branch() -> None:
 
 @pytest.mark.usefixtures("not_combined")
 def test_explain_says_where_the_time_goes() -> None:
-    line = planned(batch=2**16).explain().splitlines()[2]
-    assert line.startswith("Time: ")
-    assert " computing, " in line
-    assert " reading and writing memory, " in line
-    assert " all_reduce; " in line
-    assert line.endswith(" of the reductions overlap with computation.")
+    plan = planned(batch=2**16)
+    time = plan.time
+    assert [time.compute, time.all_gather, time.wait] == [0, 0, 0]  # which are left out
+    assert plan.explain().splitlines()[2:7] == [
+        "Time:",
+        f"  {seconds_text(time.memory)} reading and writing memory",
+        f"  {seconds_text(time.all_reduce)} all_reduce",
+        f"  less {seconds_text(time.overlapped)} of reductions that overlap with computation",
+        "",
+    ]
+
+
+@pytest.mark.parametrize("checkpoint", [True, False])
+def test_time_says_how_much_is_recomputed(checkpoint: bool) -> None:
+    def layer(x: Any, w: Any) -> Any:
+        return jnp.sin(jnp.sin(x @ w) @ w)
+
+    def loss(w: Any, x: Any) -> Any:
+        f = jax.checkpoint(layer) if checkpoint else layer
+        return jax.lax.scan(lambda x, w: (f(x, w), None), x, w)[0].sum()
+
+    mesh = shardc.make_mesh(topology="v5p", data=8)
+    f = shardc.function(jax.grad(loss), mesh=mesh, in_placements={"w": {}, "x": {"data": S(0)}})
+    w, x = jax.ShapeDtypeStruct((4, N, N), jnp.float32), jax.ShapeDtypeStruct((32 * N, N), jnp.float32)
+    plan = f.plan(w, x)
+    # of 8 products of a layer 2 run again
+    assert plan.time.recompute == pytest.approx(plan.time.compute / 4 if checkpoint else 0)
+    assert (f" computing, {seconds_text(plan.time.recompute)} of it to recompute" in plan.explain()) is checkpoint
 
 
 @pytest.mark.parametrize(
