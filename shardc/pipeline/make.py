@@ -12,8 +12,7 @@ from shardc import compat
 from shardc.compat import Var
 from shardc.errors import PipelineError, StageMemoryError, all_offenders
 from shardc.ir.program import Program
-from shardc.passes.recompute.choose_residuals import choose_residuals
-from shardc.passes.recompute.recompute import RecomputeChoice, recompute
+from shardc.passes.recompute.recompute import recompute_for_speed
 from shardc.pipeline.cut.cut_loop import find_loop, stage_of, weight_position
 from shardc.pipeline.cut.cut_stages import Cut, cut_stages
 from shardc.pipeline.cut.precompute_state import precompute_state
@@ -119,15 +118,11 @@ def make_pipeline_plan(request: PipelineRequest) -> MpmdPlan:
 
 
 def _recomputing_residuals(request: PipelineRequest) -> PipelineRequest:
-    """The request for a program whose loops recompute what takes less time to recompute than to keep."""
-    program = precompute_state(request.program)
-    cheaper = RecomputeChoice(*choose_residuals(program.jaxpr, request.views[0]))
-    if not cheaper:
-        return replace(request, program=program)
-    program = program.after("recompute_residuals", recompute(program.jaxpr, cheaper)[0])
-    count = len(cheaper.stacks)
-    note = f"Of what loops would keep, {count} values are computed again, which takes less time."
-    return replace(request, program=program, notes=(*request.notes, note))
+    """The request for a program whose loops recompute for speed."""
+    program, for_speed = recompute_for_speed(precompute_state(request.program), request.views[0])
+    stacks = {v for v in for_speed.variables.values() if v is not None}
+    note = f"Recomputed for speed: {len(stacks)} values that loops would keep."
+    return replace(request, program=program, notes=(*request.notes, *[note] * bool(stacks)))
 
 
 class _Search:

@@ -16,8 +16,14 @@ from shardc.passes.estimate.backend import Backend, backend_of
 from shardc.passes.place.insert_boxing import insert_boxing
 from shardc.passes.place.memory_limit import GOOD_ENOUGH, LimitResult, LimitSearch, Trial
 from shardc.passes.place.place import Placed, Placer
-from shardc.passes.recompute.choose_residuals import choose_residuals
-from shardc.passes.recompute.recompute import Recomputation, RecomputeChoice, RecomputeOptions, recompute, recomputed
+from shardc.passes.recompute.recompute import (
+    Recomputation,
+    RecomputeChoice,
+    RecomputeOptions,
+    recompute,
+    recompute_for_speed,
+    recomputed,
+)
 from shardc.plan.borders import match_donated, may_replace, moves, pin_entries, problem_of
 from shardc.plan.forbid import avoided_seconds
 from shardc.plan.offload import most_freed, offloaded_within, with_named
@@ -98,7 +104,7 @@ class _Compared:
 
     def with_residuals_kept(self) -> _Compared:
         """The better one of the best plan and that which recomputes no residuals of loops, if it recomputes some."""
-        if isinstance(self.best, DoesNotFit) or self.best.cheaper is None:
+        if isinstance(self.best, DoesNotFit) or self.best.recomputed_for_speed is None:
             return self
         kept = _plan_as_written(self.request, keeps=True)
         better = _is_cheaper(kept, self.best)
@@ -130,14 +136,10 @@ def _least_seconds(found: SpmdPlan | DoesNotFit) -> float:
 
 
 def _plan_as_written(request: Request, keeps: bool = False) -> SpmdPlan | DoesNotFit:
-    """The cheapest plan that was found for one program. It recomputes residuals of loops where that seems to take less
-    time than to keep them, before anything is placed; none if it `keeps` them."""
-    program, cheaper = request.program, NOTHING
-    if not keeps:
-        choice = RecomputeChoice(*choose_residuals(program.jaxpr, request.mesh))
-        jaxpr, cheaper = recompute(program.jaxpr, choice)
-        program = program.after("recompute_residuals", jaxpr)
-    placing = Placing.of(replace(request, program=program), cheaper)
+    """The cheapest plan that was found for one program, which recomputes residuals of loops for speed; none if it
+    `keeps` them."""
+    program, for_speed = (request.program, NOTHING) if keeps else recompute_for_speed(request.program, request.mesh)
+    placing = Placing.of(replace(request, program=program), for_speed)
     return placing.plan if request.limit is None else placing.within(request.limit)
 
 
@@ -149,7 +151,7 @@ class Placing:
     search: _Search
 
     @classmethod
-    def of(cls, request: Request, cheaper: Recomputation = NOTHING) -> Placing:
+    def of(cls, request: Request, for_speed: Recomputation = NOTHING) -> Placing:
         program = request.program
         arguments = [*request.arguments, *[Argument()] * (len(program.in_paths) - len(request.arguments))]
         entered = pin_entries(program, arguments)
@@ -162,7 +164,7 @@ class Placing:
                 pin = arguments[tie].pin  # where the next call wants it
             wanted.append(pin)
         asked = replace(request, program=entered, arguments=tuple(arguments), results=tuple(wanted))
-        return cls(program, _Search(asked, tuple(ties), cheaper))
+        return cls(program, _Search(asked, tuple(ties), for_speed))
 
     @property
     def plan(self) -> SpmdPlan:
@@ -310,12 +312,12 @@ FULL: Final = 0.95
 
 @dataclass(frozen=True, eq=False)
 class _Search:
-    """The plans of one program: as it is, or as it recomputes values that it does not keep, of which some may be
-    `cheaper` than to keep it anyway."""
+    """The plans of one program: as it is, or as it recomputes values to save memory. It may have some that are
+    recomputed `for_speed` anyway."""
 
     request: Request
     ties: tuple[int | None, ...]
-    cheaper: Recomputation
+    for_speed: Recomputation
     recomputation: Recomputation = NOTHING
     bound: float = math.inf
 
@@ -364,7 +366,7 @@ class _Search:
             tuple(placed.ports[n][0] for n in problem.sinks), self.ties, request=self.request,
             gap=gap if math.isfinite(gap) else None,
             recomputed=recomputed(boxed, self.mesh, self.backend, self.recomputation),
-            cheaper=recomputed(boxed, self.mesh, self.backend, self.cheaper),
+            recomputed_for_speed=recomputed(boxed, self.mesh, self.backend, self.for_speed),
         )  # fmt: skip
         return with_named(plan, on_host)
 
