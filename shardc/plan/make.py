@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Final
@@ -14,7 +13,7 @@ from shardc.ir.program import Program
 from shardc.machine.mesh import MeshView
 from shardc.passes.estimate.backend import Backend, backend_of
 from shardc.passes.place.insert_boxing import insert_boxing
-from shardc.passes.place.memory_limit import GOOD_ENOUGH, LimitResult, LimitSearch, Trial
+from shardc.passes.place.memory_limit import LimitResult, LimitSearch, Trial
 from shardc.passes.place.place import Placed, Placer
 from shardc.passes.recompute.recompute import (
     Recomputation,
@@ -23,7 +22,7 @@ from shardc.passes.recompute.recompute import (
     recompute,
     recompute_for_speed,
     recomputed,
-)
+)  # fmt: skip
 from shardc.plan.borders import match_donated, may_replace, moves, pin_entries, problem_of
 from shardc.plan.forbid import avoided_seconds
 from shardc.plan.offload import most_freed, offloaded_within, with_named
@@ -33,6 +32,7 @@ from shardc.plan.rewrites import REWRITES, RewriteTrial
 from shardc.plan.uneven import uneven_results
 from shardc.sbp.placement import REPLICATED, Pin
 from shardc.solver import ROUNDING, Assignment, relative_gap
+from shardc.solver.within_limit import BUDGET, GOOD_ENOUGH, CheapestThatFits
 
 NOTHING: Final = Recomputation()
 
@@ -188,126 +188,130 @@ class Placing:
         whole, request = _Within(self.search, limit), self.search.request
         if whole.fits:
             return self.plan
-        plans, fitted, missed = _all_within(whole, self.traced)
-        offloaded: list[SpmdPlan] = []
-        if request.offload == "auto" or (request.offload == "never" and not plans):
-            least = [s.plan_of(f.least) for s, f in fitted.items() if f.best is None]
-            offloaded = _all_offloaded(whole, [*(s.plan for s in missed), *least])
+        fitting = _Fitting(whole, self.traced)
+        fitting.on_device()
+        best = fitting.found.best
+        if request.offload == "auto" or (request.offload == "never" and best is None):
+            fitting.on_host()
         if request.offload == "auto":
-            plans += offloaded
-        if plans:
-            return self._instead(min(plans, key=_priced))
-        nearest = min(fitted.values(), key=lambda f: f.least.peak)
-        return DoesNotFit(request, limit, nearest, self.plan, min(offloaded, key=lambda p: p.seconds, default=None))
+            best = fitting.found.best
+        if best is not None:
+            return self._instead(best)
+        nearest = min(fitting.fitted.values(), key=lambda f: f.least.peak)
+        return DoesNotFit(request, limit, nearest, self.plan, fitting.found.best)
 
 
-def _all_offloaded(whole: _Within, plans: Sequence[SpmdPlan]) -> list[SpmdPlan]:
-    """Plans that fit because values live on the host, of plans that do not fit; if there are none, of a plan that fits
-    in as many bytes more as moving values of the cheapest plan frees."""
-    found = [offloaded_within(plan, whole.limit) for plan in plans]
-    if not any(found):
-        more = _Within(whole.search, whole.limit + most_freed(whole.plan))
-        fitted = more.fit()
-        found.append(offloaded_within(more.plan_of(fitted.best or fitted.least), whole.limit))
-    return [plan for plan in found if plan is not None]
+class _Fitting:
+    """The search for the cheapest plan of a program that fits: with prices on memory, with recomputation, with both,
+    or with values on the host.
 
+    Args:
+      whole: the program that keeps all that it does without the limit.
+      traced: the same without equations added in front.
 
-def _all_within(
-    whole: _Within, traced: Program
-) -> tuple[list[SpmdPlan], dict[_Within, LimitResult], list[_Within]]:  # fmt: skip
-    """Plans that fit, of the program as it is and of programs that recompute values; the searches' results where none
-    does at once; and the searches whose cheapest plan does not fit."""
-    search, limit = whole.search, whole.limit
-    everything_on_device = search.request.offload == "never"
-    if everything_on_device and whole.fitting.memory.least_arguments() > limit:  # nothing fits; the error says why
-        return [], {whole: whole.fit()}, [whole]
-    options = RecomputeOptions(search.plan.boxed, search.plan.profile(), search.mesh, search.backend)
-    plans, fitted = list[SpmdPlan](), dict[_Within, LimitResult]()
+    Attributes:
+      found: the plans that were made.
+      missed: the programs whose cheapest plan does not fit, least recomputation first.
+      fitted: for those that were searched with prices on memory, the results.
+    """
 
-    def fit(s: _Within) -> None:
-        fitted[s] = found = s.fit(alone=not options.most)
+    def __init__(self, whole: _Within, traced: Program) -> None:
+        self.whole, self.traced, self.limit = whole, traced, whole.limit
+        self.found = CheapestThatFits[SpmdPlan](self.limit, lambda p: p.memory.peak, _priced)
+        self.missed, self.fitted = [whole], dict[_Within, LimitResult]()
+
+    @property
+    def is_near(self) -> bool:
+        """Whether a plan is proved to cost next to nothing more than the best without a limit."""
+        best = self.found.best
+        return best is not None and not self.found.may_win(_least_seconds(best), GOOD_ENOUGH)
+
+    def on_device(self) -> None:
+        """Adds plans without values on the host."""
+        whole, limit, search = self.whole, self.limit, self.whole.search
+        if search.request.offload == "never" and whole.fitting.memory.least_arguments() > limit:
+            self._with_prices(whole, True)  # nothing fits; the error says why
+            return
+        options = RecomputeOptions(search.plan.boxed, search.plan.profile(), search.mesh, search.backend)
+        if options.most < search.plan.memory.peak - limit and whole.may_fit:
+            self._with_prices(whole, not options.most)
+            least_cost = whole.fitting.least_cost
+            hopeless = least_cost(limit + options.most) > (1 - GOOD_ENOUGH) * least_cost(limit)
+            if self.found.best is not None and (hopeless or self.is_near):
+                return
+        self._recomputing(options)
+        smallest = min(self.missed, key=lambda s: s.plan.memory.peak)
+        rest = [s for s in self.missed if s not in self.fitted]
+        cheapest = min((s for s in rest if s.may_fit), key=lambda s: s.plan.seconds, default=smallest)
+        for s in dict.fromkeys((cheapest, smallest)):
+            better = s.may_fit and not self.is_near and self.found.may_win(s.plan.seconds, GOOD_ENOUGH)
+            if s in rest and (better or self.found.best is None):
+                self._with_prices(s, not options.most)
+
+    def on_host(self) -> None:
+        """Adds plans that fit because values live on the host: of plans that do not fit, or if there are none, of one
+        that fits in as many bytes more as moving values of the cheapest plan frees."""
+        limit, whole = self.limit, self.whole
+        least = [s.plan_of(f.least) for s, f in self.fitted.items() if f.best is None]
+        plans = [p for p in (*(s.plan for s in self.missed), *least) if self.found.may_win(p.seconds)]
+        found = [offloaded_within(p, limit) for p in plans]
+        if found and not any(found):
+            more = _Within(whole.search, limit + most_freed(whole.plan))
+            fitted = more.fit()
+            found.append(offloaded_within(more.plan_of(fitted.best or fitted.least), limit))
+        for plan in filter(None, found):
+            self.found.add(plan)
+
+    def _with_prices(self, s: _Within, alone: bool) -> None:
+        self.fitted[s] = found = s.fit(alone)
         if found.best is not None:
-            plans.append(s.plan_of(found.best))
+            self.found.add(s.plan_of(found.best))
 
-    if options.most < search.plan.memory.peak - limit and whole.may_fit:
-        fit(whole)
-    least_cost = whole.fitting.least_cost
-    missed = [whole]
-    hopeless = plans and least_cost(limit + options.most) > (1 - GOOD_ENOUGH) * least_cost(limit)
-    if not (hopeless or any(map(_near, plans))):
-        missed, found = _recomputing(whole, options, traced)
-        plans += found
-        smallest = min(missed, key=lambda s: s.plan.memory.peak)
-        cheapest = sorted((s for s in missed if s not in fitted and s.may_fit), key=lambda s: s.plan.seconds)[:1]
-        for s in dict.fromkeys(s for s in (*cheapest, smallest) if s not in fitted):
-            better = s.may_fit and not any(_near(p) or (1 - GOOD_ENOUGH) * p.seconds <= s.plan.seconds for p in plans)
-            if better or not plans:
-                fit(s)
-    return plans, fitted, missed
-
-
-def _recomputing(whole: _Within, options: RecomputeOptions, traced: Program) -> tuple[list[_Within], list[SpmdPlan]]:
-    """Searches for the amount of recomputation. Returns the attempts that do not fit, least recomputation first, and
-    the plans that fit. The bytes that a recomputation really frees are known only when the program is planned. Where
-    all recomputation is too little, the part that is worth its time is tried first: placements free the rest."""
-    limit, peak = whole.limit, whole.plan.memory.peak
-    missed, plans, tried, dearest = [whole], list[SpmdPlan](), [RecomputeChoice()], math.inf
-    low, high, wanted = 0.0, math.inf, float(peak - limit if peak - limit <= options.most else options.worth)
-    for _ in range(TRIES):
-        choice, freed = options.choose(wanted, dearest)
-        if choice in tried:
-            if wanted == math.inf or high < math.inf:
-                break
-            wanted = math.inf
-            continue
-        tried.append(choice)
-        trial = _Within(whole.search.recomputing(choice, traced), limit)
-        if trial.fits:
-            plans.append(trial.plan)
-            high = min(wanted, options.most)
-            if _near(trial.plan) or trial.plan.memory.peak > FULL * limit:
-                break
-        else:
-            missed.append(trial)
-            both = choice.stacks and choice.values and dearest == math.inf
-            if both and trial.plan.memory.peak > peak - ENOUGH * freed:
-                # unrolled values fill another point when they are recomputed, as logits do: loops pay the high prices
-                dearest = options.typical
+    def _recomputing(self, options: RecomputeOptions) -> None:
+        """Tries amounts of recomputation. The bytes that one really frees are known only when the program is planned.
+        Where all recomputation is too little, the part that is worth its time is tried first: placements free the
+        rest."""
+        limit, peak = self.limit, self.whole.plan.memory.peak
+        tried, dearest, low, high = [RecomputeChoice()], math.inf, 0.0, math.inf
+        wanted = float(peak - limit if peak - limit <= options.most else options.worth)
+        for _ in range(BUDGET):
+            choice, freed = options.choose(wanted, dearest)
+            if choice in tried:
+                if wanted == math.inf or high < math.inf:
+                    break
+                wanted = math.inf
                 continue
-            low = wanted = max(wanted, freed)
-        if high < math.inf:
-            wanted = (low + high) / 2
-        elif len(missed) <= PATIENT:
-            wanted += MORE * (trial.plan.memory.peak - limit)
-        else:
-            wanted = math.inf
-    return missed, plans
-
-
-def _near(plan: SpmdPlan) -> bool:
-    """Whether a plan is proved to cost next to nothing more than the best without a limit."""
-    return plan.gap is not None and plan.gap <= GOOD_ENOUGH
-
-
-TRIES: Final = 6
-"""The most amounts of recomputation that are planned for one limit."""
-
-
-PATIENT: Final = 3
-"""Attempts that free too little, after which all that may be is recomputed."""
+            tried.append(choice)
+            trial = _Within(self.whole.search.recomputing(choice, self.traced), limit)
+            if trial.fits:
+                self.found.add(trial.plan)
+                high = min(wanted, options.most)
+                if self.is_near or trial.plan.memory.peak > FULL * limit:
+                    break
+            else:
+                self.missed.append(trial)
+                both = choice.stacks and choice.values and dearest == math.inf
+                if both and trial.plan.memory.peak > peak - FULL * freed:
+                    # unrolled values fill another point when they are recomputed, as logits do: loops pay the high
+                    # prices
+                    dearest = options.typical
+                    continue
+                low = wanted = max(wanted, freed)
+            if high < math.inf:
+                wanted = (low + high) / 2
+            elif len(self.missed) <= BUDGET // 2:
+                wanted += MORE * (trial.plan.memory.peak - limit)
+            else:
+                wanted = math.inf
 
 
 MORE: Final = 1.25
 """The factor on the bytes over the limit that the next attempt frees in addition."""
 
 
-ENOUGH: Final = 0.9
-"""The part of the chosen bytes that an attempt has to free. If it frees less, the recomputed values fill another
-point of the program."""
-
-
 FULL: Final = 0.95
-"""The part of the limit from which on a plan is full enough: no attempt that frees less is planned."""
+"""The part that counts as all: of the limit, from which on no attempt that frees less is planned; of the chosen bytes
+that an attempt has to free, or else the recomputed values fill another point of the program."""
 
 
 @dataclass(frozen=True, eq=False)
