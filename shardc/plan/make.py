@@ -58,7 +58,8 @@ class DoesNotFit:
 
 def make_plan(request: Request) -> SpmdPlan | DoesNotFit:
     """The cheapest plan that was found within the request's limit, of the program and of what rewrites make of it."""
-    compared = _Compared(request, _plan_as_written(request))
+    first = _plan_as_written(request)
+    compared = _Compared(request, first, (first,))
     for rewrite in REWRITES:
         given, before = compared.request, compared.best
         for program in rewrite.programs(given, None):
@@ -69,9 +70,12 @@ def make_plan(request: Request) -> SpmdPlan | DoesNotFit:
     if isinstance(best, DoesNotFit):
         return best
     if trials:
-        more = relative_gap(best.seconds, compared.least)
+        more = relative_gap(best.seconds, min(_least_seconds(f) for f in compared.found if f is not best))
         gap = math.inf if best.gap is None else max(best.gap, more if more > ROUNDING else 0.0)
-        best = copied(best, SpmdPlan, gap=gap if math.isfinite(gap) else None, trials=trials)
+        free = None if request.limit is None else min(map(_unlimited, compared.found), key=lambda u: u.seconds)
+        if free is None or free.seconds >= (1 - ROUNDING) * _unlimited(best).seconds:
+            free = best.unlimited
+        best = copied(best, SpmdPlan, gap=gap if math.isfinite(gap) else None, trials=trials, unlimited=free)
     uneven = uneven_results(best)
     return best if uneven is None else copied(best, SpmdPlan, uneven=uneven)
 
@@ -83,14 +87,14 @@ class _Compared:
     Attributes:
       request: the one that the best plan is of.
       best: that plan.
+      found: all plans.
       trials: the rewrites that were planned.
-      least: seconds that none of the other plans' programs can take less than.
     """
 
     request: Request
     best: SpmdPlan | DoesNotFit
+    found: tuple[SpmdPlan | DoesNotFit, ...]
     trials: tuple[RewriteTrial, ...] = ()
-    least: float = math.inf
 
     def beside(
         self, name: str, request: Request, found: SpmdPlan | DoesNotFit, before: SpmdPlan | DoesNotFit
@@ -98,9 +102,8 @@ class _Compared:
         """The better one of the best plan and that of a rewritten program; `before` is the plan without the rewrite."""
         taken = _is_cheaper(found, self.best)
         trials = (*self.trials, RewriteTrial(name, _cost(found)[0], _cost(before)[0], taken))
-        least = min(self.least, _least_seconds(self.best if taken else found))
         kept = (request, found) if taken else (self.request, self.best)
-        return _Compared(*kept, trials, least)
+        return _Compared(*kept, (*self.found, found), trials)
 
     def with_residuals_kept(self) -> _Compared:
         """The better one of the best plan and that which recomputes no residuals of loops, if it recomputes some."""
@@ -109,8 +112,9 @@ class _Compared:
         kept = _plan_as_written(self.request, keeps=True)
         better = _is_cheaper(kept, self.best)
         trial = RewriteTrial("recompute_residuals", self.best.seconds, _cost(kept)[0], taken=not better)
-        least = min(self.least, _least_seconds(self.best if better else kept))
-        return _Compared(self.request, kept if better else self.best, (*self.trials, trial), least)
+        return _Compared(
+            self.request, kept if better else self.best, (*self.found, kept), (*self.trials, trial)
+        )  # fmt: skip
 
 
 def _is_cheaper(found: SpmdPlan | DoesNotFit, other: SpmdPlan | DoesNotFit) -> bool:
@@ -126,6 +130,12 @@ def _cost(found: SpmdPlan | DoesNotFit) -> tuple[float, int]:
 
 def _priced(plan: SpmdPlan) -> float:
     return plan.seconds + avoided_seconds(plan.parts)
+
+
+def _unlimited(found: SpmdPlan | DoesNotFit) -> Unlimited:
+    """The cheapest plan of the same program without the limit."""
+    plan = found.plan if isinstance(found, DoesNotFit) else found
+    return plan.unlimited or Unlimited(plan.seconds, plan.memory.peak)
 
 
 def _least_seconds(found: SpmdPlan | DoesNotFit) -> float:
