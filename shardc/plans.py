@@ -154,8 +154,8 @@ class Plan(PlanFace, SpmdPlan):
       unlimited: where memory decided, `.seconds` and `.peak` of the cheapest plan without the limit; else None.
       recomputed: where memory decided, the recomputed values: `.count`, `.bytes` that they would take, `.seconds`,
         `.sources`; None: nothing.
-      cheaper: the same for values of loops that are faster to recompute than to keep; `.bytes` does not count what is
-        kept instead.
+      recomputed_for_speed: the same for values of loops that are faster to recompute than to keep; `.bytes` does not
+        count what is kept instead.
     """
 
     @cached_property

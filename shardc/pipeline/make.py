@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 from shardc import compat
 from shardc.compat import Var
 from shardc.errors import PipelineError, StageMemoryError, all_offenders
 from shardc.ir.program import Program
-from shardc.passes.recompute.choose_residuals import choose_residuals
-from shardc.passes.recompute.recompute import RecomputeChoice, recompute
+from shardc.passes.recompute.recompute import recompute_for_speed
 from shardc.pipeline.cut.cut_loop import find_loop, stage_of, weight_position
 from shardc.pipeline.cut.cut_stages import Cut, cut_stages
 from shardc.pipeline.cut.precompute_state import precompute_state
@@ -37,42 +35,7 @@ from shardc.plan.request import Argument
 from shardc.runtime.actor import Network
 from shardc.runtime.deadlock import find_deadlock
 from shardc.sbp.placement import Placement
-
-CUTS: Final = 5
-"""Cuts that are tried, at most, where the estimates that cutting goes by turn out to be too low."""
-ROOMS: Final = 4
-"""Sets of memory limits on stages that are tried, at most, so that their ranks have room."""
-
-
-@dataclass(frozen=True)
-class SearchSetting:
-    """One setting of the search.
-
-    Attributes:
-      recompute: stages that recompute their forward.
-      scale: for each stage the factor on the estimate of its memory by which cuts are chosen; empty: 1.
-      limits: bytes that stages may take, by number.
-    """
-
-    recompute: frozenset[int] = frozenset()
-    scale: tuple[float, ...] = ()
-    limits: Mapping[int, int] = field(default_factory=dict[int, int])
-
-
-@dataclass(frozen=True)
-class Attempt:
-    """The plan for a setting.
-
-    Attributes:
-      plan: None if no cuts fit by their estimate.
-      estimates: estimated bytes of each stage, where stages are cut by cost.
-      error: why there is no plan.
-    """
-
-    setting: SearchSetting
-    plan: MpmdPlan | None
-    estimates: Sequence[float] = ()
-    error: StageMemoryError | None = None
+from shardc.solver.within_limit import BUDGET, CheapestThatFits
 
 
 @dataclass(frozen=True)
@@ -85,21 +48,6 @@ class _Tasks:
     schedule: Schedule
 
 
-@dataclass(frozen=True)
-class _Stages:
-    """A program cut into stages, to be placed within limits.
-
-    Attributes:
-      tasks: the schedule is that for stages without limits.
-      placer: places the stages.
-      estimates: estimated bytes of each stage, where stages are cut by cost.
-    """
-
-    tasks: _Tasks
-    placer: StagePlacer
-    estimates: Sequence[float]
-
-
 def make_pipeline_plan(request: PipelineRequest) -> MpmdPlan:
     """Cuts, places and schedules a program, so that it fits.
 
@@ -110,28 +58,14 @@ def make_pipeline_plan(request: PipelineRequest) -> MpmdPlan:
       PipelineError: the program cannot be cut so, the schedule cannot be or can deadlock, or a rank's devices are too
         small.
     """
-    search = _Search(_recomputing_residuals(request))
-    setting: SearchSetting | None = SearchSetting()
-    while setting is not None:
-        search.attempt(setting)
-        setting = search.next_setting()
-    return search.result()
-
-
-def _recomputing_residuals(request: PipelineRequest) -> PipelineRequest:
-    """The request for a program whose loops recompute what takes less time to recompute than to keep."""
-    program = precompute_state(request.program)
-    cheaper = RecomputeChoice(*choose_residuals(program.jaxpr, request.views[0]))
-    if not cheaper:
-        return replace(request, program=program)
-    program = program.after("recompute_residuals", recompute(program.jaxpr, cheaper)[0])
-    count = len(cheaper.stacks)
-    note = f"Of what loops would keep, {count} values are computed again, which takes less time."
-    return replace(request, program=program, notes=(*request.notes, note))
+    program, for_speed = recompute_for_speed(precompute_state(request.program), request.views[0])
+    stacks = {v for v in for_speed.variables.values() if v is not None}
+    note = f"Recomputed for speed: {len(stacks)} values that loops would keep."
+    return _Search(replace(request, program=program, notes=(*request.notes, *[note] * bool(stacks)))).run()
 
 
 class _Search:
-    """Attempts so far, in groups: those of one recompute follow each other, in them those of one cut."""
+    """The search: over the stages that recompute their forward, for these over cuts, for a cut over memory limits."""
 
     def __init__(self, request: PipelineRequest) -> None:
         _refuse_fresh_weights(request.program, request.pipeline, request.where)
@@ -141,8 +75,8 @@ class _Search:
                 'shardc.stage_boundary, or "auto".'
             )
         self.request = request
-        self.tried: list[Attempt] = []
-        self._stages: dict[tuple[frozenset[int], tuple[float, ...]], _Stages] = {}
+        self.fitting = _fitting()
+        self.error: StageMemoryError | None = None
 
     @cached_property
     def rank_of(self) -> Sequence[int]:
@@ -150,30 +84,83 @@ class _Search:
         r = self.request
         return _draft(r.pipeline, len(r.meshes), find_loop(r.program, r.where).microbatches, r.where).rank_of
 
-    # -- attempts
+    def run(self) -> MpmdPlan:
+        """The fastest plan that fits."""
+        recompute = frozenset[int]()
+        while more := self._recompute_more(recompute, last := self._with_cuts(recompute)):
+            recompute |= more
+        if (best := self.fitting.best) is not None:
+            return best
+        if last is None:
+            assert self.error is not None
+            raise self.error
+        raise PipelineError(f"{self.request.where}: {too_large(last.memory)}")
 
-    def attempt(self, setting: SearchSetting) -> None:
-        try:
-            stages = self._cut(setting)
-        except StageMemoryError as error:
-            self.tried.append(Attempt(setting, None, error=error))
-            return
-        plan = _scheduled(stages.tasks, stages.placer.place(setting.limits))
-        self.tried.append(Attempt(setting, plan, stages.estimates))
+    def _recompute_more(self, recompute: frozenset[int], plan: MpmdPlan | None) -> frozenset[int]:
+        """More stages to recompute: those of ranks that have too little memory, or are slower for want of it. All where
+        no cuts fit by their estimate."""
+        if plan is None:
+            stages = list(range(len(self.rank_of)))
+        else:
+            short = {r.rank for r in plan.memory.too_full}
+            short = short or {*plan.squeezed, *(s.rank for s in plan.stages if s.plan.unlimited is not None)}
+            stages = [s.number for s in plan.stages if s.rank in short]
+        given = self.request.pipeline.recompute
+        return frozenset(s for s in stages if (given if isinstance(given, str) else given[s]) == "auto") - recompute
 
-    def _cut(self, setting: SearchSetting) -> _Stages:
-        key = (setting.recompute, setting.scale)
-        if key not in self._stages:
-            r = self.request
+    def _with_cuts(self, recompute: frozenset[int]) -> MpmdPlan | None:
+        """The plan of the last cut that was tried; None if no cuts fit by their estimate. The next cut is for the
+        memory that a plan takes where its ranks have too little, instead of for the estimate."""
+        r, plan, tried = self.request, None, list[Sequence[float]]()
+        scale = [1.0] * len(self.rank_of) if r.pipeline.stages == "auto" else []
+        while len(tried) < BUDGET:
             pieces, estimates = whole_program(r.program), ()
-            if r.pipeline.stages == "auto":
-                pieces, estimates = self._cut_by_cost(setting)
-            marked = replace(r, pipeline=replace(r.pipeline, stages="marked"))
-            self._stages[key] = _stages_of(marked, pieces, estimates, setting.recompute)
-        return self._stages[key]
+            if scale:
+                try:
+                    pieces, estimates = self._cut_by_cost(recompute, scale)
+                except StageMemoryError as error:
+                    self.error = error
+                    break
+            rounded = list(map(round, estimates))
+            if rounded in tried:  # the same cuts
+                break
+            tried.append(rounded)
+            plan = self.fitting.add(self._with_limits(*_stages_of(r, pieces, recompute)))
+            peak = {r.rank: r.peak for r in plan.memory.too_full}
+            if not scale or not peak or not self.fitting.may_win(plan.seconds):
+                break
+            factors = zip(self.rank_of, estimates, scale, strict=True)
+            scale = [peak[rank] / size if rank in peak and size else old for rank, size, old in factors]
+        return plan
 
-    def _cut_by_cost(self, setting: SearchSetting) -> tuple[Pieces, Sequence[float]]:
-        """The program with boundaries between stages, and the estimated bytes of each stage."""
+    def _with_limits(self, tasks: _Tasks, placer: StagePlacer) -> MpmdPlan:
+        """The best plan of a cut, with lower and lower limits on the stages of ranks that have too little memory.
+
+        A stage may take less by the part that its rank has too much, by the account of the stage's own program. That
+        has one microbatch at a time, and knows what one call of the stage's whole program may write over: where the
+        ranks' account differs, the next limit is of what is still too much. Two plans in a row that are no smaller end
+        the search.
+        """
+        fitting, limits = _fitting(), dict[int, int]()
+        for _ in range(BUDGET):
+            plan = fitting.add(_scheduled(tasks, placer.place(limits)))
+            lower = dict[int, int]()
+            for r in plan.memory.too_full:
+                mine = [s for s in plan.stages if s.rank == r.rank and s.mesh.size > 1]
+                own = sum(s.plan.memory.peak for s in mine)
+                lower |= {s.number: int(s.plan.memory.peak * (1 - (r.peak - r.capacity) / own)) for s in mine}
+            stuck = not lower or min(lower.values()) <= 0 or fitting.smallest not in fitting.tried[-2:]
+            if stuck or not self.fitting.may_win(fitting.tried[0].seconds):
+                break
+            limits |= lower
+        first, found = fitting.tried[0], fitting.nearest
+        if found is first:
+            return found
+        return copied(found, MpmdPlan, unlimited=Unlimited(first.seconds, first.memory.peak))
+
+    def _cut_by_cost(self, recompute: frozenset[int], scale: Sequence[float]) -> tuple[Pieces, Sequence[float]]:
+        """The program with boundaries between stages, and the estimated bytes of each stage. The cuts are for `scale`
+        times these."""
         r, rank_of = self.request, self.rank_of
         ranks = len(r.meshes)
         chunks = len(rank_of) // ranks
@@ -182,120 +169,14 @@ class _Search:
         def ordered(costs: StageCosts, microbatches: int, backward: bool) -> Schedule:
             return _ordered(given, _Size(ranks, microbatches, chunks), costs, backward)
 
-        recomputed = {*_recomputed(r.pipeline, len(rank_of), r.where), *setting.recompute}
+        recomputed = {*_recomputed(r.pipeline, len(rank_of), r.where), *recompute}
         views = [r.views[k] for k in rank_of]
         arguments = [*r.arguments, *[Argument()] * (len(r.program.in_paths) - len(r.arguments))]
-        scale = setting.scale or (1.0,) * len(rank_of)
         return cut_automatically(r.program, Wanted(views, arguments, ordered, recomputed, scale, HOST_SECONDS, r.where))
 
-    # -- what to try next
 
-    def next_setting(self) -> SearchSetting | None:
-        """The next setting to try; None: no other may help."""
-        if self.tried[-1].error is not None:
-            return self._recomputing_all()
-        return self._with_limits() or self._with_other_cuts() or self._recomputing_more()
-
-    def _with_limits(self) -> SearchSetting | None:
-        """Lower limits on the stages of ranks that have too little memory.
-
-        A stage may take less by the part that its rank has too much, by the account of the stage's own program. That
-        has one microbatch at a time, and knows what one call of the stage's whole program may write over: where the
-        ranks' account differs, the next limit is of what is still too much.
-        """
-        of_cut = self._of_cut()
-        plan, limits = _plan(of_cut[-1]), dict(of_cut[-1].setting.limits)
-        full = plan.memory.too_full
-        if not full or len(of_cut) > ROOMS or _plan(of_cut[0]).seconds >= self._faster_than():
-            return None
-        for r in full:
-            mine = [s for s in plan.stages if s.rank == r.rank and s.mesh.size > 1]
-            own = sum(s.plan.memory.peak for s in mine)
-            limits |= {s.number: int(s.plan.memory.peak * (1 - (r.peak - r.capacity) / own)) for s in mine}
-        if not limits or min(limits.values()) <= 0:
-            return None
-        return replace(of_cut[-1].setting, limits=limits)
-
-    def _with_other_cuts(self) -> SearchSetting | None:
-        """Cuts for the memory that the plan has where its ranks have too little, instead of for the estimate."""
-        last, plan = self.tried[-1], self._of_recompute_plan()
-        assert plan is not None
-        peak = {r.rank: r.peak for r in plan.memory.too_full}
-        tried = {a.setting.scale for a in self._of_recompute()}
-        auto = self.request.pipeline.stages == "auto"
-        if not auto or not peak or plan.seconds >= self._faster_than() or len(tried) >= CUTS:
-            return None
-        scale = list(last.setting.scale or (1.0,) * len(self.rank_of))
-        for s, rank in enumerate(self.rank_of):
-            if rank in peak and last.estimates[s]:
-                scale[s] = peak[rank] / last.estimates[s]
-        return None if tuple(scale) in tried else SearchSetting(last.setting.recompute, tuple(scale))
-
-    def _recomputing_more(self) -> SearchSetting | None:
-        """Recompute in all stages of ranks that have too little memory, or are slower for want of it."""
-        plan = self._of_recompute_plan()
-        assert plan is not None
-        full = {r.rank for r in plan.memory.too_full}
-        short = full or {*plan.squeezed, *(s.rank for s in plan.stages if s.plan.unlimited is not None)}
-        recompute = {s for s, word in enumerate(plan.pipeline.recompute) if word == "full"}
-        more = {s.number for s in plan.stages if s.rank in short and self._may_recompute(s.number)} - recompute
-        return SearchSetting(frozenset(recompute | more)) if more else None
-
-    def _recomputing_all(self) -> SearchSetting | None:
-        """Recompute in all stages that may, where no cuts fit by their estimate."""
-        recompute = self.tried[-1].setting.recompute
-        if self._of_recompute_plan() is not None:
-            return self._recomputing_more()
-        more = {s for s in range(len(self.rank_of)) if self._may_recompute(s)} - recompute
-        return SearchSetting(recompute | more) if more else None
-
-    def _may_recompute(self, stage: int) -> bool:
-        given = self.request.pipeline.recompute
-        return (given if isinstance(given, str) else given[stage]) == "auto"
-
-    # -- the judge
-
-    def result(self) -> MpmdPlan:
-        """The fastest plan that fits."""
-        best = self._best_of(self.tried)
-        if best is not None:
-            return best
-        last = self._of_recompute_plan()
-        if last is None:
-            error = self.tried[-1].error
-            assert error is not None
-            raise error
-        raise PipelineError(f"{self.request.where}: {too_large(last.memory)}")
-
-    def _best_of(self, tried: Sequence[Attempt]) -> MpmdPlan | None:
-        """The fastest that fits of the plans that were taken for each recompute."""
-        groups: dict[frozenset[int], list[Attempt]] = {}
-        for attempt in tried:
-            groups.setdefault(attempt.setting.recompute, []).append(attempt)
-        plans = [plan for group in groups.values() if (plan := _taken(group)) is not None]
-        return min((p for p in plans if not p.memory.too_full), key=_priced, default=None)
-
-    def _faster_than(self) -> float:
-        """Seconds that a plan has to be faster than: those of the best plan of the recomputes before this one."""
-        before = self.tried[: len(self.tried) - len(self._of_recompute())]
-        best = self._best_of(before)
-        return math.inf if best is None else best.seconds
-
-    def _of_recompute(self) -> list[Attempt]:
-        """The attempts with the last one's recompute."""
-        return [a for a in self.tried if a.setting.recompute == self.tried[-1].setting.recompute]
-
-    def _of_recompute_plan(self) -> MpmdPlan | None:
-        return _taken(self._of_recompute())
-
-    def _of_cut(self) -> list[Attempt]:
-        """The attempts with the last one's cut."""
-        return [a for a in self._of_recompute() if a.setting.scale == self.tried[-1].setting.scale]
-
-
-def _plan(attempt: Attempt) -> MpmdPlan:
-    assert attempt.plan is not None
-    return attempt.plan
+def _fitting() -> CheapestThatFits[MpmdPlan]:
+    return CheapestThatFits(1.0, lambda plan: plan.memory.worst.fullness, _priced)
 
 
 def _priced(plan: MpmdPlan) -> float:
@@ -303,27 +184,14 @@ def _priced(plan: MpmdPlan) -> float:
     return plan.seconds + avoided_seconds(plan.parts)
 
 
-def _taken(attempts: Sequence[Attempt]) -> MpmdPlan | None:
-    """The plan of the last cut: the fastest that fits, or if none does the one whose ranks are least full."""
-    planned = [a for a in attempts if a.plan is not None]
-    plans = [_plan(a) for a in planned if a.setting.scale == planned[-1].setting.scale]
-    if not plans:
-        return None
-    fits = [p for p in plans if not p.memory.too_full]
-    found = min(fits, key=_priced) if fits else min(plans, key=lambda p: p.memory.worst.fullness)
-    if found is plans[0]:
-        return found
-    return copied(found, MpmdPlan, unlimited=Unlimited(plans[0].seconds, plans[0].memory.peak))
-
-
 # -- one attempt
 
 
 def _stages_of(
-    request: PipelineRequest, pieces: Pieces, estimates: Sequence[float], recompute: frozenset[int]
-) -> _Stages:
+    request: PipelineRequest, pieces: Pieces, recompute: frozenset[int]
+) -> tuple[_Tasks, StagePlacer]:  # fmt: skip
     """The stages of a program with its marks, and their schedule where each stage lies wherever is cheapest."""
-    ranks, where, pipeline = len(request.meshes), request.where, request.pipeline
+    ranks, where, pipeline = len(request.meshes), request.where, replace(request.pipeline, stages="marked")
     draft = _draft(pipeline, ranks, find_loop(request.program, where).microbatches, where)
     while True:
         count = len(draft.rank_of)
@@ -337,7 +205,7 @@ def _stages_of(
         pipeline, draft = replace(pipeline, schedule=schedule), schedule  # a search may find either
     words = tuple("full" if s in again else "none" for s in range(count))
     chosen = replace(request, pipeline=replace(pipeline, recompute=words))
-    return _Stages(_Tasks(chosen, pieces, cut, schedule), placer, estimates)
+    return _Tasks(chosen, pieces, cut, schedule), placer
 
 
 def _scheduled(made: _Tasks, stages: Sequence[Stage]) -> MpmdPlan:

@@ -62,7 +62,7 @@ class MpmdPlan:
     """The plan of a pipeline, as the search gives it: `shardc.plans.PipelinePlan` shows it to people.
 
     Attributes:
-      request: what was asked; its program as it was traced, but for what takes less time when it is recomputed.
+      request: what was asked; its program as it was traced, but for what is recomputed for speed.
       pieces: the program that is cut: what scans over layers read or make stacked is in pieces, one for each stage;
         and what is known of the arguments and results of that program.
       stages: what each computes, and its own plan.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Final
@@ -14,10 +13,16 @@ from shardc.ir.program import Program
 from shardc.machine.mesh import MeshView
 from shardc.passes.estimate.backend import Backend, backend_of
 from shardc.passes.place.insert_boxing import insert_boxing
-from shardc.passes.place.memory_limit import GOOD_ENOUGH, LimitResult, LimitSearch, Trial
+from shardc.passes.place.memory_limit import LimitResult, LimitSearch, Trial
 from shardc.passes.place.place import Placed, Placer
-from shardc.passes.recompute.choose_residuals import choose_residuals
-from shardc.passes.recompute.recompute import Recomputation, RecomputeChoice, RecomputeOptions, recompute, recomputed
+from shardc.passes.recompute.recompute import (
+    Recomputation,
+    RecomputeChoice,
+    RecomputeOptions,
+    recompute,
+    recompute_for_speed,
+    recomputed,
+)  # fmt: skip
 from shardc.plan.borders import match_donated, may_replace, moves, pin_entries, problem_of
 from shardc.plan.forbid import avoided_seconds
 from shardc.plan.offload import most_freed, offloaded_within, with_named
@@ -27,6 +32,7 @@ from shardc.plan.rewrites import REWRITES, RewriteTrial
 from shardc.plan.uneven import uneven_results
 from shardc.sbp.placement import REPLICATED, Pin
 from shardc.solver import ROUNDING, Assignment, relative_gap
+from shardc.solver.within_limit import BUDGET, GOOD_ENOUGH, CheapestThatFits
 
 NOTHING: Final = Recomputation()
 
@@ -52,7 +58,8 @@ class DoesNotFit:
 
 def make_plan(request: Request) -> SpmdPlan | DoesNotFit:
     """The cheapest plan that was found within the request's limit, of the program and of what rewrites make of it."""
-    compared = _Compared(request, _plan_as_written(request))
+    first = _plan_as_written(request)
+    compared = _Compared(request, first, (first,))
     for rewrite in REWRITES:
         given, before = compared.request, compared.best
         for program in rewrite.programs(given, None):
@@ -63,9 +70,12 @@ def make_plan(request: Request) -> SpmdPlan | DoesNotFit:
     if isinstance(best, DoesNotFit):
         return best
     if trials:
-        more = relative_gap(best.seconds, compared.least)
+        more = relative_gap(best.seconds, min(_least_seconds(f) for f in compared.found if f is not best))
         gap = math.inf if best.gap is None else max(best.gap, more if more > ROUNDING else 0.0)
-        best = copied(best, SpmdPlan, gap=gap if math.isfinite(gap) else None, trials=trials)
+        free = None if request.limit is None else min(map(_unlimited, compared.found), key=lambda u: u.seconds)
+        if free is None or free.seconds >= (1 - ROUNDING) * _unlimited(best).seconds:
+            free = best.unlimited
+        best = copied(best, SpmdPlan, gap=gap if math.isfinite(gap) else None, trials=trials, unlimited=free)
     uneven = uneven_results(best)
     return best if uneven is None else copied(best, SpmdPlan, uneven=uneven)
 
@@ -77,14 +87,14 @@ class _Compared:
     Attributes:
       request: the one that the best plan is of.
       best: that plan.
+      found: all plans.
       trials: the rewrites that were planned.
-      least: seconds that none of the other plans' programs can take less than.
     """
 
     request: Request
     best: SpmdPlan | DoesNotFit
+    found: tuple[SpmdPlan | DoesNotFit, ...]
     trials: tuple[RewriteTrial, ...] = ()
-    least: float = math.inf
 
     def beside(
         self, name: str, request: Request, found: SpmdPlan | DoesNotFit, before: SpmdPlan | DoesNotFit
@@ -92,19 +102,19 @@ class _Compared:
         """The better one of the best plan and that of a rewritten program; `before` is the plan without the rewrite."""
         taken = _is_cheaper(found, self.best)
         trials = (*self.trials, RewriteTrial(name, _cost(found)[0], _cost(before)[0], taken))
-        least = min(self.least, _least_seconds(self.best if taken else found))
         kept = (request, found) if taken else (self.request, self.best)
-        return _Compared(*kept, trials, least)
+        return _Compared(*kept, (*self.found, found), trials)
 
     def with_residuals_kept(self) -> _Compared:
         """The better one of the best plan and that which recomputes no residuals of loops, if it recomputes some."""
-        if isinstance(self.best, DoesNotFit) or self.best.cheaper is None:
+        if isinstance(self.best, DoesNotFit) or self.best.recomputed_for_speed is None:
             return self
         kept = _plan_as_written(self.request, keeps=True)
         better = _is_cheaper(kept, self.best)
         trial = RewriteTrial("recompute_residuals", self.best.seconds, _cost(kept)[0], taken=not better)
-        least = min(self.least, _least_seconds(self.best if better else kept))
-        return _Compared(self.request, kept if better else self.best, (*self.trials, trial), least)
+        return _Compared(
+            self.request, kept if better else self.best, (*self.found, kept), (*self.trials, trial)
+        )  # fmt: skip
 
 
 def _is_cheaper(found: SpmdPlan | DoesNotFit, other: SpmdPlan | DoesNotFit) -> bool:
@@ -122,6 +132,12 @@ def _priced(plan: SpmdPlan) -> float:
     return plan.seconds + avoided_seconds(plan.parts)
 
 
+def _unlimited(found: SpmdPlan | DoesNotFit) -> Unlimited:
+    """The cheapest plan of the same program without the limit."""
+    plan = found.plan if isinstance(found, DoesNotFit) else found
+    return plan.unlimited or Unlimited(plan.seconds, plan.memory.peak)
+
+
 def _least_seconds(found: SpmdPlan | DoesNotFit) -> float:
     """The least that a plan of the same program could take."""
     if isinstance(found, DoesNotFit):
@@ -130,14 +146,10 @@ def _least_seconds(found: SpmdPlan | DoesNotFit) -> float:
 
 
 def _plan_as_written(request: Request, keeps: bool = False) -> SpmdPlan | DoesNotFit:
-    """The cheapest plan that was found for one program. It recomputes residuals of loops where that seems to take less
-    time than to keep them, before anything is placed; none if it `keeps` them."""
-    program, cheaper = request.program, NOTHING
-    if not keeps:
-        choice = RecomputeChoice(*choose_residuals(program.jaxpr, request.mesh))
-        jaxpr, cheaper = recompute(program.jaxpr, choice)
-        program = program.after("recompute_residuals", jaxpr)
-    placing = Placing.of(replace(request, program=program), cheaper)
+    """The cheapest plan that was found for one program, which recomputes residuals of loops for speed; none if it
+    `keeps` them."""
+    program, for_speed = (request.program, NOTHING) if keeps else recompute_for_speed(request.program, request.mesh)
+    placing = Placing.of(replace(request, program=program), for_speed)
     return placing.plan if request.limit is None else placing.within(request.limit)
 
 
@@ -149,7 +161,7 @@ class Placing:
     search: _Search
 
     @classmethod
-    def of(cls, request: Request, cheaper: Recomputation = NOTHING) -> Placing:
+    def of(cls, request: Request, for_speed: Recomputation = NOTHING) -> Placing:
         program = request.program
         arguments = [*request.arguments, *[Argument()] * (len(program.in_paths) - len(request.arguments))]
         entered = pin_entries(program, arguments)
@@ -162,7 +174,7 @@ class Placing:
                 pin = arguments[tie].pin  # where the next call wants it
             wanted.append(pin)
         asked = replace(request, program=entered, arguments=tuple(arguments), results=tuple(wanted))
-        return cls(program, _Search(asked, tuple(ties), cheaper))
+        return cls(program, _Search(asked, tuple(ties), for_speed))
 
     @property
     def plan(self) -> SpmdPlan:
@@ -186,136 +198,140 @@ class Placing:
         whole, request = _Within(self.search, limit), self.search.request
         if whole.fits:
             return self.plan
-        plans, fitted, missed = _all_within(whole, self.traced)
-        offloaded: list[SpmdPlan] = []
-        if request.offload == "auto" or (request.offload == "never" and not plans):
-            least = [s.plan_of(f.least) for s, f in fitted.items() if f.best is None]
-            offloaded = _all_offloaded(whole, [*(s.plan for s in missed), *least])
+        fitting = _Fitting(whole, self.traced)
+        fitting.on_device()
+        best = fitting.found.best
+        if request.offload == "auto" or (request.offload == "never" and best is None):
+            fitting.on_host()
         if request.offload == "auto":
-            plans += offloaded
-        if plans:
-            return self._instead(min(plans, key=_priced))
-        nearest = min(fitted.values(), key=lambda f: f.least.peak)
-        return DoesNotFit(request, limit, nearest, self.plan, min(offloaded, key=lambda p: p.seconds, default=None))
+            best = fitting.found.best
+        if best is not None:
+            return self._instead(best)
+        nearest = min(fitting.fitted.values(), key=lambda f: f.least.peak)
+        return DoesNotFit(request, limit, nearest, self.plan, fitting.found.best)
 
 
-def _all_offloaded(whole: _Within, plans: Sequence[SpmdPlan]) -> list[SpmdPlan]:
-    """Plans that fit because values live on the host, of plans that do not fit; if there are none, of a plan that fits
-    in as many bytes more as moving values of the cheapest plan frees."""
-    found = [offloaded_within(plan, whole.limit) for plan in plans]
-    if not any(found):
-        more = _Within(whole.search, whole.limit + most_freed(whole.plan))
-        fitted = more.fit()
-        found.append(offloaded_within(more.plan_of(fitted.best or fitted.least), whole.limit))
-    return [plan for plan in found if plan is not None]
+class _Fitting:
+    """The search for the cheapest plan of a program that fits: with prices on memory, with recomputation, with both,
+    or with values on the host.
 
+    Args:
+      whole: the program that keeps all that it does without the limit.
+      traced: the same without equations added in front.
 
-def _all_within(
-    whole: _Within, traced: Program
-) -> tuple[list[SpmdPlan], dict[_Within, LimitResult], list[_Within]]:  # fmt: skip
-    """Plans that fit, of the program as it is and of programs that recompute values; the searches' results where none
-    does at once; and the searches whose cheapest plan does not fit."""
-    search, limit = whole.search, whole.limit
-    everything_on_device = search.request.offload == "never"
-    if everything_on_device and whole.fitting.memory.least_arguments() > limit:  # nothing fits; the error says why
-        return [], {whole: whole.fit()}, [whole]
-    options = RecomputeOptions(search.plan.boxed, search.plan.profile(), search.mesh, search.backend)
-    plans, fitted = list[SpmdPlan](), dict[_Within, LimitResult]()
+    Attributes:
+      found: the plans that were made.
+      missed: the programs whose cheapest plan does not fit, least recomputation first.
+      fitted: for those that were searched with prices on memory, the results.
+    """
 
-    def fit(s: _Within) -> None:
-        fitted[s] = found = s.fit(alone=not options.most)
+    def __init__(self, whole: _Within, traced: Program) -> None:
+        self.whole, self.traced, self.limit = whole, traced, whole.limit
+        self.found = CheapestThatFits[SpmdPlan](self.limit, lambda p: p.memory.peak, _priced)
+        self.missed, self.fitted = [whole], dict[_Within, LimitResult]()
+
+    @property
+    def is_near(self) -> bool:
+        """Whether a plan is proved to cost next to nothing more than the best without a limit."""
+        best = self.found.best
+        return best is not None and not self.found.may_win(_least_seconds(best), GOOD_ENOUGH)
+
+    def on_device(self) -> None:
+        """Adds plans without values on the host."""
+        whole, limit, search = self.whole, self.limit, self.whole.search
+        if search.request.offload == "never" and whole.fitting.memory.least_arguments() > limit:
+            self._with_prices(whole, True)  # nothing fits; the error says why
+            return
+        options = RecomputeOptions(search.plan.boxed, search.plan.profile(), search.mesh, search.backend)
+        if options.most < search.plan.memory.peak - limit and whole.may_fit:
+            self._with_prices(whole, not options.most)
+            least_cost = whole.fitting.least_cost
+            hopeless = least_cost(limit + options.most) > (1 - GOOD_ENOUGH) * least_cost(limit)
+            if self.found.best is not None and (hopeless or self.is_near):
+                return
+        self._recomputing(options)
+        smallest = min(self.missed, key=lambda s: s.plan.memory.peak)
+        rest = [s for s in self.missed if s not in self.fitted]
+        cheapest = min((s for s in rest if s.may_fit), key=lambda s: s.plan.seconds, default=smallest)
+        for s in dict.fromkeys((cheapest, smallest)):
+            better = s.may_fit and not self.is_near and self.found.may_win(s.plan.seconds, GOOD_ENOUGH)
+            if s in rest and (better or self.found.best is None):
+                self._with_prices(s, not options.most)
+
+    def on_host(self) -> None:
+        """Adds plans that fit because values live on the host: of plans that do not fit, or if there are none, of one
+        that fits in as many bytes more as moving values of the cheapest plan frees."""
+        limit, whole = self.limit, self.whole
+        least = [s.plan_of(f.least) for s, f in self.fitted.items() if f.best is None]
+        plans = [p for p in (*(s.plan for s in self.missed), *least) if self.found.may_win(p.seconds)]
+        found = [offloaded_within(p, limit) for p in plans]
+        if found and not any(found):
+            more = _Within(whole.search, limit + most_freed(whole.plan))
+            fitted = more.fit()
+            found.append(offloaded_within(more.plan_of(fitted.best or fitted.least), limit))
+        for plan in filter(None, found):
+            self.found.add(plan)
+
+    def _with_prices(self, s: _Within, alone: bool) -> None:
+        self.fitted[s] = found = s.fit(alone)
         if found.best is not None:
-            plans.append(s.plan_of(found.best))
+            self.found.add(s.plan_of(found.best))
 
-    if options.most < search.plan.memory.peak - limit and whole.may_fit:
-        fit(whole)
-    least_cost = whole.fitting.least_cost
-    missed = [whole]
-    hopeless = plans and least_cost(limit + options.most) > (1 - GOOD_ENOUGH) * least_cost(limit)
-    if not (hopeless or any(map(_near, plans))):
-        missed, found = _recomputing(whole, options, traced)
-        plans += found
-        smallest = min(missed, key=lambda s: s.plan.memory.peak)
-        cheapest = sorted((s for s in missed if s not in fitted and s.may_fit), key=lambda s: s.plan.seconds)[:1]
-        for s in dict.fromkeys(s for s in (*cheapest, smallest) if s not in fitted):
-            better = s.may_fit and not any(_near(p) or (1 - GOOD_ENOUGH) * p.seconds <= s.plan.seconds for p in plans)
-            if better or not plans:
-                fit(s)
-    return plans, fitted, missed
-
-
-def _recomputing(whole: _Within, options: RecomputeOptions, traced: Program) -> tuple[list[_Within], list[SpmdPlan]]:
-    """Searches for the amount of recomputation. Returns the attempts that do not fit, least recomputation first, and
-    the plans that fit. The bytes that a recomputation really frees are known only when the program is planned. Where
-    all recomputation is too little, the part that is worth its time is tried first: placements free the rest."""
-    limit, peak = whole.limit, whole.plan.memory.peak
-    missed, plans, tried, dearest = [whole], list[SpmdPlan](), [RecomputeChoice()], math.inf
-    low, high, wanted = 0.0, math.inf, float(peak - limit if peak - limit <= options.most else options.worth)
-    for _ in range(TRIES):
-        choice, freed = options.choose(wanted, dearest)
-        if choice in tried:
-            if wanted == math.inf or high < math.inf:
-                break
-            wanted = math.inf
-            continue
-        tried.append(choice)
-        trial = _Within(whole.search.recomputing(choice, traced), limit)
-        if trial.fits:
-            plans.append(trial.plan)
-            high = min(wanted, options.most)
-            if _near(trial.plan) or trial.plan.memory.peak > FULL * limit:
-                break
-        else:
-            missed.append(trial)
-            both = choice.stacks and choice.values and dearest == math.inf
-            if both and trial.plan.memory.peak > peak - ENOUGH * freed:
-                # unrolled values fill another point when they are recomputed, as logits do: loops pay the high prices
-                dearest = options.typical
+    def _recomputing(self, options: RecomputeOptions) -> None:
+        """Tries amounts of recomputation. The bytes that one really frees are known only when the program is planned.
+        Where all recomputation is too little, the part that is worth its time is tried first: placements free the
+        rest."""
+        limit, peak = self.limit, self.whole.plan.memory.peak
+        tried, dearest, low, high = [RecomputeChoice()], math.inf, 0.0, math.inf
+        wanted = float(peak - limit if peak - limit <= options.most else options.worth)
+        for _ in range(BUDGET):
+            choice, freed = options.choose(wanted, dearest)
+            if choice in tried:
+                if wanted == math.inf or high < math.inf:
+                    break
+                wanted = math.inf
                 continue
-            low = wanted = max(wanted, freed)
-        if high < math.inf:
-            wanted = (low + high) / 2
-        elif len(missed) <= PATIENT:
-            wanted += MORE * (trial.plan.memory.peak - limit)
-        else:
-            wanted = math.inf
-    return missed, plans
-
-
-def _near(plan: SpmdPlan) -> bool:
-    """Whether a plan is proved to cost next to nothing more than the best without a limit."""
-    return plan.gap is not None and plan.gap <= GOOD_ENOUGH
-
-
-TRIES: Final = 6
-"""The most amounts of recomputation that are planned for one limit."""
-
-
-PATIENT: Final = 3
-"""Attempts that free too little, after which all that may be is recomputed."""
+            tried.append(choice)
+            trial = _Within(self.whole.search.recomputing(choice, self.traced), limit)
+            if trial.fits:
+                self.found.add(trial.plan)
+                high = min(wanted, options.most)
+                if self.is_near or trial.plan.memory.peak > FULL * limit:
+                    break
+            else:
+                self.missed.append(trial)
+                both = choice.stacks and choice.values and dearest == math.inf
+                if both and trial.plan.memory.peak > peak - FULL * freed:
+                    # unrolled values fill another point when they are recomputed, as logits do: loops pay the high
+                    # prices
+                    dearest = options.typical
+                    continue
+                low = wanted = max(wanted, freed)
+            if high < math.inf:
+                wanted = (low + high) / 2
+            elif len(self.missed) <= BUDGET // 2:
+                wanted += MORE * (trial.plan.memory.peak - limit)
+            else:
+                wanted = math.inf
 
 
 MORE: Final = 1.25
 """The factor on the bytes over the limit that the next attempt frees in addition."""
 
 
-ENOUGH: Final = 0.9
-"""The part of the chosen bytes that an attempt has to free. If it frees less, the recomputed values fill another
-point of the program."""
-
-
 FULL: Final = 0.95
-"""The part of the limit from which on a plan is full enough: no attempt that frees less is planned."""
+"""The part that counts as all: of the limit, from which on no attempt that frees less is planned; of the chosen bytes
+that an attempt has to free, or else the recomputed values fill another point of the program."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Search:
-    """The plans of one program: as it is, or as it recomputes values that it does not keep, of which some may be
-    `cheaper` than to keep it anyway."""
+    """The plans of one program: as it is, or as it recomputes values to save memory. It may have some that are
+    recomputed `for_speed` anyway."""
 
     request: Request
     ties: tuple[int | None, ...]
-    cheaper: Recomputation
+    for_speed: Recomputation
     recomputation: Recomputation = NOTHING
     bound: float = math.inf
 
@@ -364,7 +380,7 @@ class _Search:
             tuple(placed.ports[n][0] for n in problem.sinks), self.ties, request=self.request,
             gap=gap if math.isfinite(gap) else None,
             recomputed=recomputed(boxed, self.mesh, self.backend, self.recomputation),
-            cheaper=recomputed(boxed, self.mesh, self.backend, self.cheaper),
+            recomputed_for_speed=recomputed(boxed, self.mesh, self.backend, self.for_speed),
         )  # fmt: skip
         return with_named(plan, on_host)
 

@@ -216,7 +216,7 @@ class SpmdPlan(PlacedProgram):
       gap: an upper bound on (cost - least cost) / least cost; None where nothing is proved.
       unlimited: the cheapest plan without the memory limit; None if the limit changed nothing.
       recomputed: values that are recomputed to save memory; `program` recomputes them. None: nothing.
-      cheaper: values of loops that are recomputed because this takes less time than to keep them.
+      recomputed_for_speed: values of loops that are faster to recompute than to keep.
       offloaded: values that live on the host; `boxed` moves them. None: nothing does.
       trials: the rewrites that were planned besides.
       uneven: the plan with uneven results, if it saves much.
@@ -226,7 +226,7 @@ class SpmdPlan(PlacedProgram):
     gap: float | None = None
     unlimited: Unlimited | None = None
     recomputed: Recomputed | None = None
-    cheaper: Recomputed | None = None
+    recomputed_for_speed: Recomputed | None = None
     offloaded: Offloaded | None = None
     trials: tuple[RewriteTrial, ...] = ()
     uneven: UnevenResults | None = None

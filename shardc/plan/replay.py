@@ -50,7 +50,7 @@ def replay(saved: SavedPlan, request: Request) -> SpmdPlan:
             f"{saved.name} holds the borders of a pipeline's plan alone; pin them, with "
             "in_placements=shardc.load_plan(...).in_placements, and leave plan= out."
         )
-    jaxpr, cheaper = recompute(program.jaxpr, choice_named(program.jaxpr, saved.cheaper))
+    jaxpr, for_speed = recompute(program.jaxpr, choice_named(program.jaxpr, saved.recomputed_for_speed))
     jaxpr, recomputation = recompute(jaxpr, choice_named(jaxpr, saved.recomputed))
     program = program.after("recompute", jaxpr)
     wrong = _differences(saved, program, mesh) + _pins_not_kept(saved, program, request)
@@ -70,7 +70,8 @@ def replay(saved: SavedPlan, request: Request) -> SpmdPlan:
     plan = SpmdPlan(
         program, mesh, boxed, tuple(boxed.placements[v] for v in boxed.jaxpr.invars),
         tuple(p.placement for p in ends), tuple(ties), request=asked, gap=saved.gap,
-        recomputed=recomputed(boxed, mesh, backend, recomputation), cheaper=recomputed(boxed, mesh, backend, cheaper),
+        recomputed=recomputed(boxed, mesh, backend, recomputation),
+        recomputed_for_speed=recomputed(boxed, mesh, backend, for_speed),
     )  # fmt: skip
     plan = with_names(plan, saved.offloaded, f"as in {saved.name}")
     if math.isclose(plan.seconds, saved.seconds, rel_tol=1e-9):

@@ -52,7 +52,8 @@ class SavedPlan:
       digests: for each primitive, of the parameters and connections of its operations.
       recomputed: which values are computed again and not kept for want of memory (`recompute`); rows and digests are
         those of the program that does so.
-      cheaper: the same of what takes less then, in the program that was traced; in this one `recomputed` counts.
+      recomputed_for_speed: the same of what is faster to recompute than to keep, in the program that was traced; in
+        this one `recomputed` counts.
       rewrites: the rewrites that made the program (`shardc.plan.rewrites`).
       pinned: the arguments that were pinned then, by path; none where there are no rewrites.
       shared: how many devices share the rounds of each loop (`share_loops`).
@@ -71,7 +72,7 @@ class SavedPlan:
     results: Mapping[str, SavedLeaf]
     digests: Mapping[str, str]
     recomputed: Sequence[str]
-    cheaper: Sequence[str]
+    recomputed_for_speed: Sequence[str]
     rewrites: Sequence[str]
     pinned: Sequence[str]
     shared: Sequence[int]
@@ -114,7 +115,7 @@ def record(plan: SpmdPlan) -> SavedPlan:
     return replace(
         borders, pinned=tuple(path for path, a in pins if a.pin is not None) if borders.rewrites else (),
         recomputed=plan.recomputed.names if plan.recomputed else (),
-        cheaper=plan.cheaper.names if plan.cheaper else (),
+        recomputed_for_speed=plan.recomputed_for_speed.names if plan.recomputed_for_speed else (),
         offloaded=plan.offloaded.names if plan.offloaded else (),
         rows=tuple(rows_of(jaxpr.eqns, jaxpr.outvars, placements)[len(entries) :]),
     )  # fmt: skip
@@ -168,7 +169,8 @@ def from_json(text: str, name: str) -> SavedPlan:
         data = parsed(text)
         made = data.pop("shardc plan")
         if made == FORMAT:
-            return typed(SavedPlan, {"offloaded": [], **data, "name": name}, {Placement: _placement})
+            data = {"offloaded": [], "recomputed_for_speed": data.pop("cheaper", []), **data}  # its name was `cheaper`
+            return typed(SavedPlan, {**data, "name": name}, {Placement: _placement})
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         wrong = f"{name} is no plan that shardc saved, or was changed so that it is none: {error!r}."
         raise ArgumentError(wrong) from error

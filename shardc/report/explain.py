@@ -370,8 +370,8 @@ def _recomputed(plan: SpmdPlan) -> Iterator[str]:
     """Lines about the values that are recomputed."""
     if (found := plan.recomputed) is not None:
         yield f"Recomputed to save memory, in {seconds_text(found.seconds)}: {_values(found)}"
-    if plan.cheaper is not None:
-        yield f"Recomputed because keeping them takes longer: {_values(plan.cheaper)}"
+    if plan.recomputed_for_speed is not None:
+        yield f"Recomputed for speed: {_values(plan.recomputed_for_speed)}"
 
 
 def _values(found: Recomputed) -> str:

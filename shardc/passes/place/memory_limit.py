@@ -29,6 +29,7 @@ from shardc.passes.place.memory_prices import MemoryModel
 from shardc.passes.place.place import Placed, Placer
 from shardc.passes.place.relink import DifferingParts
 from shardc.solver import Assignment, AssignmentCost, by_cost, choices_of
+from shardc.solver.within_limit import GOOD_ENOUGH, CheapestThatFits
 
 log = logging.getLogger("shardc")
 
@@ -46,17 +47,12 @@ MEMORY_DECIDES: Final = 1e6
 """Ratio of the cost of memory to that of the plan above which memory alone decides."""
 PRICE_BISECTIONS: Final = 3
 """Bisection steps between the highest prices at which nothing fits and the lowest at which something does."""
-MIXTURES: Final = 12
-"""Mixtures of these two prices tried, at most, to find the fewest nodes that have to pay the higher one."""
 JOINING: Final = 1e9
 """Work on one merge of solutions, at most."""
 TOLERANCE: Final = 1e-3
 """Relative distance to the optimum at which a merge ends, and to the cost without a limit at which mixing ends."""
 BOUND_TOLERANCE: Final = 1e-4
 """Relative gap at which a search for a bound ends."""
-GOOD_ENOUGH: Final = 0.01
-"""Relative distance of a plan that fits to the bound without a limit at which it is good enough: no bisection of
-prices, no bound that knows the limit, no other program."""
 ROUNDS: Final = 3
 """Rounds of taking parts of all solutions tried, at most."""
 CROSSINGS: Final = 4
@@ -117,6 +113,7 @@ class LimitSearch:
     def __init__(self, placer: Placer, ties: Mapping[int, int], backend: Backend, limit: float) -> None:
         self.placer, self.problem, self.ties, self.backend, self.limit = placer, placer.problem, ties, backend, limit
         self.costs = AssignmentCost(placer.tables.unary, placer.tables.pairwise)
+        self.found = CheapestThatFits[Trial](limit, lambda t: t.peak, lambda t: t.found.cost)
         self.pool: list[Sequence[int]] = []
         self.partings: list[int] = []
         self._tried: dict[tuple[int, ...], Trial] = {}
@@ -136,7 +133,7 @@ class LimitSearch:
                 other = self._make(choices, partings)
                 if other.peak < trial.peak:
                     trial, self.partings = other, partings
-            self._tried[key] = trial
+            self._tried[key] = self.found.add(trial)
         return self._tried[key]
 
     def _make(self, choices: Sequence[int], partings: Sequence[int] = ()) -> Trial:
@@ -172,26 +169,26 @@ class LimitSearch:
         first, prices, bound = self.try_(cheapest.values), None, cheapest.bound
         if first.peak > self.limit and self.memory.least_arguments() <= self.limit:
             self.pool.append(cheapest.values)
-            low, prices, fits = self._raise_prices(first)
-            if fits is not None:
-                if fits.found.cost - cheapest.bound > GOOD_ENOUGH * fits.found.cost:
-                    low, prices, fits = self._between(low, prices, fits)
-                self._mix(low, prices, self._relink(fits), cheapest.cost)
+            low, prices = self._raise_prices(first)
+            if self.found.best is not None:
+                if self.found.may_win(cheapest.bound, GOOD_ENOUGH):
+                    low, prices = self._between(low, prices)
+                self._relink()
+                self._mix(low, prices, cheapest.cost)
             reached = self._in_order()
             bound = max(bound, reached) if alone else bound
-        tried = self._tried.values()
-        best = min((t for t in tried if t.peak <= self.limit), key=lambda t: t.found.cost, default=None)
+        best = self.found.best
         if best is not None:
-            far = best.found.cost - bound > GOOD_ENOUGH * best.found.cost
-            if far and prices is not None and first.profile.memory.arguments > self.limit:
+            over = first.profile.memory.arguments > self.limit
+            if over and prices is not None and self.found.may_win(bound, GOOD_ENOUGH):
                 bound = max(bound, self._bound(prices, best))
             found = replace(best.found, bound=min(bound, best.found.cost))
             best = replace(best, found=found, placed=self.placer.placed(found))
-        return LimitResult(best, min(tried, key=lambda t: t.peak), self.memory.least_arguments())
+        return LimitResult(best, self.found.smallest, self.memory.least_arguments())
 
     def least_cost(self, most: float) -> float:
         """The least cost of all solutions tried that take at most `most` bytes."""
-        return min((t.found.cost for t in self._tried.values() if t.peak <= most), default=np.inf)
+        return min((t.found.cost for t in self.found.tried if t.peak <= most), default=np.inf)
 
     def _in_order(self) -> float:
         """Try the solutions of a small program in the order of increasing cost until one fits.
@@ -245,9 +242,9 @@ class LimitSearch:
         offered = choices_of([*self.pool[:1], *self.pool[1:][-POOL:], start])
         return self.try_(self.memory.among(offered).priced(on).minimize(start, JOINING, TOLERANCE).values)
 
-    def _raise_prices(self, first: Trial) -> tuple[Prices, Prices, Trial | None]:
-        """Raise prices until a plan fits. Returns the last prices at which nothing fits, the first at which a plan
-        fits, and this plan; None if no plan fits."""
+    def _raise_prices(self, first: Trial) -> tuple[Prices, Prices]:
+        """Raise prices until a plan fits, or none gets smaller. Returns the last prices at which nothing fits, and the
+        first at which a plan fits."""
         over, least, stalled = first, first, 0
         price = FIRST_PRICE * max(first.found.cost, LEAST_COST) / max(first.peak - self.limit, 0.1 * self.limit)
         low = high = np.zeros(self.memory.points)
@@ -256,7 +253,7 @@ class LimitSearch:
             high = 2 * low + price * excess / excess.sum()
             before, over = over, self._at(high, over, thorough=stalled == STALLED - 1)
             if over.peak <= self.limit:
-                return low, high, over
+                break
             if over is before:  # the price is too low to change anything
                 price *= PRICE_GROWTH
             priced = least is not first or high.sum() * least.peak > MEMORY_DECIDES * least.found.cost
@@ -264,87 +261,74 @@ class LimitSearch:
             if stalled == STALLED:
                 break
             low, least, price = high, min(least, over, key=lambda t: t.peak), price * PRICE_GROWTH
-        return low, high, None
+        return low, high
 
-    def _between(self, low: Prices, high: Prices, fits: Trial) -> tuple[Prices, Prices, Trial]:
+    def _between(self, low: Prices, high: Prices) -> tuple[Prices, Prices]:
         """Bisect between prices at which nothing fits and prices at which a plan fits. Returns both, closer to each
-        other, and the cheapest plan found that fits."""
+        other."""
         for _ in range(PRICE_BISECTIONS):
-            if fits.found.cost - self._extrapolated() <= TOLERANCE * fits.found.cost:
+            if not self.found.may_win(self._hoped_for(), TOLERANCE):
                 break
             middle = (low + high) / 2 if low.any() else high / PRICE_GROWTH
-            trial = self._at(middle, fits)
-            if trial.peak <= self.limit:
-                high, fits = middle, min(fits, trial, key=lambda t: t.found.cost)
+            if self._at(middle, self.found.nearest).peak <= self.limit:
+                high = middle
             else:
                 low = middle
-        return low, high, fits
+        return low, high
 
-    def _relink(self, fits: Trial) -> Trial:
-        """A plan that fits, improved by those parts of cheaper solutions that fit as well (path relinking)."""
+    def _relink(self) -> None:
+        """Improve the best plan by those parts of cheaper solutions that fit as well (path relinking)."""
         for _ in range(ROUNDS):
-            before = fits
-            cheaper = (t for t in self._tried.values() if t.found.cost < fits.found.cost)
+            before = self.found.nearest
+            cheaper = (t for t in self.found.tried if t.found.cost < before.found.cost)
             for other in sorted(cheaper, key=lambda t: t.peak):
-                fits = self._crossed(fits, other)
-            if fits is before:
+                self._cross(self.found.nearest, other)
+            if self.found.nearest is before:
                 break
-        return fits
 
-    def _crossed(self, fits: Trial, other: Trial) -> Trial:
-        """The cheapest plan found that fits and takes each differing part from one of two solutions."""
+    def _cross(self, fits: Trial, other: Trial) -> None:
+        """Try plans that take each differing part from one of two solutions."""
         parts = DifferingParts(self.memory, fits.found.values, other.found.values)
-        base, taken, best = fits, np.zeros(parts.costs.size, np.bool_), fits
+        base, taken = fits, np.zeros(parts.costs.size, np.bool_)
         for _ in range(CROSSINGS):
             found = parts.best(self.limit - self.memory.used(base.boxed, base.profile.bytes), taken)
             if found is None or (found == taken).all():
                 break
-            if fits.found.cost + parts.costs @ found > (1 - TOLERANCE) * best.found.cost:
+            if not self.found.may_win(fits.found.cost + float(parts.costs @ found), TOLERANCE):
                 break
             base, taken = self.try_(parts.of(found)), found
             log.debug("%d of %d parts: %.4g s, %.4g bytes", found.sum(), found.size, base.found.cost, base.peak)
-            if base.peak <= self.limit:
-                best = min(best, base, key=lambda t: t.found.cost)
-        return best
 
-    def _mix(self, low: Prices, high: Prices, fits: Trial, least: float) -> None:
+    def _mix(self, low: Prices, high: Prices, least: float) -> None:
         """Apply the higher prices to as few nodes as possible, the lower prices to the others.
 
         The nodes with higher prices are a range: first its end is chosen by bisection, then its beginning. The search
-        stops when a plan that fits costs at most `TOLERANCE` more than `least`, or than `_extrapolated`.
+        stops when a plan that fits costs at most `TOLERANCE` more than `least`, or than `_hoped_for`.
         """
         rank = np.asarray([h.first for h in self.memory.terms])
         higher, lower = self.memory.prices(high), self.memory.prices(low)
 
-        def done() -> bool:
-            return fits.found.cost - max(least, self._extrapolated()) <= TOLERANCE * fits.found.cost
-
-        def fitting(first: int, last: int) -> Trial | None:
-            nonlocal fits
-            trial = self._joined(np.where((first <= rank) & (rank < last), higher, lower), fits.found.values)
+        def fits(first: int, last: int) -> bool:
+            there = np.where((first <= rank) & (rank < last), higher, lower)
+            trial = self._joined(there, self.found.nearest.found.values)
             log.debug("higher prices on %d-%d: %.4g s, %.4g bytes", first, last, trial.found.cost, trial.peak)
-            if trial.peak > self.limit:
-                return None
-            fits = min(fits, trial, key=lambda t: t.found.cost)
-            return trial
+            return trial.peak <= self.limit
 
-        last = _least(0, len(self.problem.nodes), lambda n: fitting(0, n) is not None, done)
-        _least(0, last, lambda n: fitting(last - n, last) is not None, done)
+        def least_that(fits: Callable[[int], bool], high: int) -> int:
+            """Bisection for the least number that `fits`; `high` does. It ends early if nothing cheaper is likely."""
+            low = 0
+            while high - low > 1 and self.found.may_win(max(least, self._hoped_for()), TOLERANCE):
+                middle = (low + high) // 2
+                low, high = (low, middle) if fits(middle) else (middle, high)
+            return high
 
-    def _extrapolated(self) -> float:
+        last = least_that(lambda n: fits(0, n), len(self.problem.nodes))
+        least_that(lambda n: fits(last - n, last), last)
+
+    def _hoped_for(self) -> float:
         """An estimate of the cost at the limit: linear interpolation between a solution that fits and one that does
         not, the least over all such pairs."""
-        tried = np.asarray([(t.peak, t.found.cost) for t in self._tried.values()], np.float64)
+        tried = np.asarray([(t.peak, t.found.cost) for t in self.found.tried], np.float64)
         fits = tried[:, 0] <= self.limit
         (low, cost), (high, other) = tried[fits].T[:, :, None], tried[~fits].T[:, None, :]
         return float((cost + (other - cost) * (self.limit - low) / (high - low)).min(initial=np.inf))
-
-
-def _least(low: int, high: int, fits: Callable[[int], bool], done: Callable[[], bool]) -> int:
-    """Bisection for the least number in (low, high] that `fits`; `high` is known to fit. It ends early if `done`."""
-    for _ in range(MIXTURES):
-        middle = (low + high) // 2
-        if middle == low or done():
-            break
-        low, high = (low, middle) if fits(middle) else (middle, high)
-    return high

@@ -1,8 +1,8 @@
 """Chooses what a program recomputes instead of keeping it, where memory is short, and names it for plans.
 
 Residuals of loops are recomputed by `recompute_residuals`, values outside of loops by `recompute_values`. Both cost
-seconds and free bytes, so one price a byte chooses among them. `choose_residuals` has chosen before what is recomputed
-in any case, because keeping it takes longer.
+seconds and free bytes, so one price a byte chooses among them. Before that, whatever the memory, `recompute_for_speed`
+has taken what is faster to recompute than to keep.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from shardc import compat
 from shardc.compat import Eqn, Jaxpr, Var
 from shardc.ir.box import Boxed, box_p
 from shardc.ir.nested import bodies_of, trips_of
+from shardc.ir.program import Program
 from shardc.ir.walk import all_eqns
 from shardc.machine.mesh import MeshView
 from shardc.passes.estimate.backend import Backend
@@ -23,7 +24,7 @@ from shardc.passes.estimate.live_ranges import scopes_at
 from shardc.passes.estimate.memory import Profile
 from shardc.passes.estimate.plan_cost import alone_seconds, plan_cost
 from shardc.passes.estimate.sizes import piece_bytes
-from shardc.passes.recompute.choose_residuals import ResidualLoop, loops_of, placed_costs
+from shardc.passes.recompute.choose_residuals import ResidualLoop, choose_residuals, loops_of, placed_costs
 from shardc.passes.recompute.recompute_residuals import RecomputedVars, Slices, find_residuals, recompute_residuals
 from shardc.passes.recompute.recompute_values import LiveAtPeak, recompute_values
 
@@ -143,6 +144,13 @@ def recompute(jaxpr: Jaxpr, choice: RecomputeChoice, named: Jaxpr | None = None)
     left = {v for e in all_eqns(jaxpr) for v in e.outvars} if choice.values else set[Var]()
     jaxpr, values = recompute_values(jaxpr, {v: since for v, since in choice.values.items() if since in left})
     return jaxpr, Recomputation(names, {**values, **stacks})
+
+
+def recompute_for_speed(program: Program, mesh: MeshView) -> tuple[Program, Recomputation]:
+    """The program that recomputes residuals of loops where that is faster than to keep them, and which those are. It is
+    an estimate, before anything is placed on the mesh."""
+    jaxpr, found = recompute(program.jaxpr, RecomputeChoice(*choose_residuals(program.jaxpr, mesh)))
+    return program.after("recompute_residuals", jaxpr), found
 
 
 # --- names, and what a plan says -------------------------------------------------------------------------------------
