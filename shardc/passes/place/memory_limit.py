@@ -270,7 +270,7 @@ class LimitSearch:
         """Bisect between prices at which nothing fits and prices at which a plan fits. Returns both, closer to each
         other, and the cheapest plan found that fits."""
         for _ in range(PRICE_BISECTIONS):
-            if fits.found.cost - self._extrapolated() <= TOLERANCE * fits.found.cost:
+            if fits.found.cost - self._hoped_for() <= TOLERANCE * fits.found.cost:
                 break
             middle = (low + high) / 2 if low.any() else high / PRICE_GROWTH
             trial = self._at(middle, fits)
@@ -311,13 +311,13 @@ class LimitSearch:
         """Apply the higher prices to as few nodes as possible, the lower prices to the others.
 
         The nodes with higher prices are a range: first its end is chosen by bisection, then its beginning. The search
-        stops when a plan that fits costs at most `TOLERANCE` more than `least`, or than `_extrapolated`.
+        stops when a plan that fits costs at most `TOLERANCE` more than `least`, or than `_hoped_for`.
         """
         rank = np.asarray([h.first for h in self.memory.terms])
         higher, lower = self.memory.prices(high), self.memory.prices(low)
 
         def done() -> bool:
-            return fits.found.cost - max(least, self._extrapolated()) <= TOLERANCE * fits.found.cost
+            return fits.found.cost - max(least, self._hoped_for()) <= TOLERANCE * fits.found.cost
 
         def fitting(first: int, last: int) -> Trial | None:
             nonlocal fits
@@ -331,7 +331,7 @@ class LimitSearch:
         last = _least(0, len(self.problem.nodes), lambda n: fitting(0, n) is not None, done)
         _least(0, last, lambda n: fitting(last - n, last) is not None, done)
 
-    def _extrapolated(self) -> float:
+    def _hoped_for(self) -> float:
         """An estimate of the cost at the limit: linear interpolation between a solution that fits and one that does
         not, the least over all such pairs."""
         tried = np.asarray([(t.peak, t.found.cost) for t in self._tried.values()], np.float64)
