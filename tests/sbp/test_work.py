@@ -20,7 +20,7 @@ from shardc.machine.mesh import make_mesh, view
 from shardc.passes.estimate.plan_cost import whole_seconds
 from shardc.passes.trace.canonicalize import canonicalize
 from shardc.sbp.signature import find_rule
-from tests.sbp.cases import CASES
+from tests.sbp.cases import CASES, primitive_of
 from tests.sbp.harness import equation_of
 
 MESH = view(make_mesh(topology="v5p:4x2x1", data=8))
@@ -37,6 +37,7 @@ UNBATCHED = {"ragged_inner_alike", "ragged_batched", "reduce", "reduce_window", 
 """Cases whose primitive has no batching rule for them."""
 
 
+@pytest.mark.sampled(by=lambda name: {primitive_of(name)})
 @pytest.mark.parametrize("name", [n for n in CASES if n not in NO_OPERANDS | EMPTY | UNBATCHED])
 def test_twice_as_many_cost_more(name: str) -> None:
     fn, args, primitive = CASES[name]
