@@ -76,9 +76,9 @@ def one_device(model):
 
 
 def facts_of(case):
-    """Each way to write an example, each plan and each mesh."""
+    """Each way to write an example, each plan and each mesh. One vocabulary that does not divide is enough."""
     model, plan, mesh = case
-    return {model, plan, str(mesh)}
+    return {"uneven" if model in ("gpt2 257", "gpt2 509 scan") else model, plan, str(mesh)}
 
 
 def cost_of(case):
