@@ -52,9 +52,11 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish():
-    """What the collection made lives as long as the process: the collector of garbage need not look at it."""
+    """What the collection made lives as long as the process: the collector of garbage need not look at it. It comes
+    seldom, as each module is followed by a collection of everything."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(50_000, 20, 100)
 
 
 def pytest_runtest_teardown(item, nextitem):

@@ -164,6 +164,7 @@ def test_tune_for_another_machine(run, refused, monkeypatch):
     assert "is a flow" in refused("tune", FLOW)
 
 
+@pytest.mark.sampled(by=lambda words, width: {str(words), width})
 @pytest.mark.parametrize("width", [50, 80])
 @pytest.mark.parametrize(
     "words",

@@ -92,6 +92,7 @@ def test_a_loader_may_end_a_run_if_nothing_of_its_round_is_done_before():
     assert find_deadlock(built.network) is None
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("part", range(10))
 def test_the_verdict_of_a_random_flow_is_what_happens(part):
     dead = 0

@@ -7,6 +7,7 @@ import inspect
 import runpy
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from functools import cache
 from pathlib import Path
 
 import jax
@@ -66,11 +67,16 @@ def patterns_of(spec):
     return spec if all(isinstance(placement, dict) for placement in spec.values()) else {"*": spec}
 
 
+@cache
+def state_of(module, cfg):
+    return jax.eval_shape(module.make_step(cfg)[0], jax.random.key(0))
+
+
 def arguments_of(module, cfg):
     """Name -> {path: number of dimensions} for each argument of the step."""
-    init_fn, step_fn = module.make_step(cfg)
+    _, step_fn = module.make_step(cfg)
     batch = next(zoo.MODELS[module.__name__.split(".")[-1]].batches(cfg, 2, 0))
-    values = (*jax.eval_shape(init_fn, jax.random.key(0)), batch)
+    values = (*state_of(module, cfg), batch)
     return dict(zip(inspect.signature(step_fn).parameters, map(leaves_of, values), strict=True))
 
 
@@ -103,7 +109,7 @@ def test_plans_fit_their_model(model, plans_of):
 def test_weights_are_split_where_that_is_worth_a_collective(name, config):
     """Most of the numbers, evenly; no norm and no bias."""
     module, _ = MODELS[name]
-    params = jax.eval_shape(module.make_step(module.CONFIGS[config])[0], jax.random.key(0))[0]
+    params = state_of(module, module.CONFIGS[config])[0]
     spec = getattr(plans, name).PLANS["fsdp"]()["in_placements"]["params"]
     split = {
         jax.tree_util.keystr(path, simple=True, separator="/"): (x, spec.choose(x.shape, Placement(), {"data": 8}))

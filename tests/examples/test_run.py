@@ -51,7 +51,9 @@ def run(options, capsys, tmp_path):
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_it_trains_audits_and_equals_one_device(name, capsys, tmp_path):
+def test_it_trains_audits_and_equals_one_device(name, capsys, tmp_path, request):
+    if name == "pipeline":  # those of the pages are compiled as users' are
+        request.getfixturevalue("compiled_fast")
     run(RUNS[name], capsys, tmp_path)
 
 

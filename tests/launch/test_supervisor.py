@@ -148,6 +148,7 @@ def work(rejoins, steps=12):
     return script
 
 
+@pytest.mark.sampled(by=lambda processes, islands, rejoins: {(processes, islands), rejoins})
 @pytest.mark.parametrize("rejoins", [True, False, "some"])
 @pytest.mark.parametrize(("processes", "islands"), [(1, 1), (2, 1), (3, 3), (4, 2)])
 def test_kills_at_random_times(tmp_path, capfd, processes, islands, rejoins):

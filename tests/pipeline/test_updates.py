@@ -125,6 +125,7 @@ OPTIMIZERS = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(by=lambda name, stop: {name, stop})
 @pytest.mark.parametrize("stop", [True, False])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_weights_moments_and_gradients_stay_on_their_stage(name, stop):

@@ -40,6 +40,7 @@ def named(plan, pattern):
     return found[0]
 
 
+@pytest.mark.sampled(by=lambda pins, name: {str(pins), name})
 @pytest.mark.parametrize("pins", [{}, {"x": {"data": S(0)}}, {"x": {"data": S(0)}, "w": {"data": S(1)}}])
 @pytest.mark.parametrize("name", ["x", "w", "v"])
 def test_the_best_plans_with_an_argument_elsewhere_are_those_that_are_made_with_it_pinned_there(mesh, pins, name):

@@ -81,12 +81,9 @@ def test_of_pipelines_the_schedule_counts():
 
 
 def test_hash_seeds_do_not_count():
-    code = "from tests.plan.test_digest import *; print(digest(**BASE), pipeline('1f1b'))"
-    seeds = [
-        subprocess.run(
-            [sys.executable, "-c", "import tests.conftest; " + code], env={**os.environ, "PYTHONHASHSEED": seed},
-            check=True, capture_output=True, text=True, timeout=120,
-        ).stdout
-        for seed in ("1", "2")
-    ]  # fmt: skip
-    assert seeds[0] == seeds[1] and len(seeds[0].split()) == 2
+    code = "import tests.conftest; from tests.plan.test_digest import *; print(digest(**BASE), pipeline('1f1b'))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "PYTHONHASHSEED": "1"}, check=True, capture_output=True,
+        text=True, timeout=120,
+    )  # fmt: skip
+    assert done.stdout == f"{digest(**BASE)} {pipeline('1f1b')}\n"

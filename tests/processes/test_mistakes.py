@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.turns import pairs
+
 SCRIPT = Path(__file__).with_name("mistakes.py")
 SECONDS = 15.0
 """The longest time from a mistake to the end of the run."""
@@ -26,7 +28,12 @@ SAYS = {
 }
 
 
-@pytest.mark.sampled
+def facts_of(mistake: str, **more: object) -> set[object]:
+    """Each mistake, and each two of the other values."""
+    return {mistake, *pairs(**more)}
+
+
+@pytest.mark.sampled(by=facts_of)
 @pytest.mark.parametrize("restarts", [0, 2])
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("shape", ["spmd", "pipeline"])

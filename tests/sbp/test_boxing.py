@@ -67,6 +67,7 @@ def test_sum_boxings_are_exact_and_cheapest(shape: tuple[int, ...], axes: dict[s
     check(shape, axes, ("sum",))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("axes", ONE_AND_TWO_AXES, ids=str)
 @pytest.mark.parametrize("shape", [(5,), (8, 16), (5, 7)], ids=str)
 @pytest.mark.parametrize("ops", [("max",), ("min",)], ids=str)

@@ -22,7 +22,7 @@ from shardc.passes.estimate.plan_cost import whole_seconds
 from shardc.passes.trace.canonicalize import canonicalize
 from shardc.sbp import rules
 from shardc.sbp.signature import find_rule
-from tests.sbp.cases import CASES, attention_gradients
+from tests.sbp.cases import CASES, attention_gradients, primitive_of
 from tests.sbp.harness import equation_of
 
 assert rules  # imported for what it registers
@@ -41,6 +41,7 @@ UNBATCHED |= {n for n in CASES if n.startswith("attention")}  # its empty operan
 """Cases whose primitive has no batching rule for them."""
 
 
+@pytest.mark.sampled(by=lambda name: {primitive_of(name)})
 @pytest.mark.parametrize("name", [n for n in CASES if n not in NO_OPERANDS | EMPTY | UNBATCHED])
 def test_twice_as_many_cost_more(name: str) -> None:
     fn, args, primitive = CASES[name]

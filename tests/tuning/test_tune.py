@@ -79,6 +79,7 @@ def sizes_of(candidate):
     return {a: n for a, n in candidate.axes.items() if n > 1}
 
 
+@pytest.mark.sampled(by=lambda machine, pins: {str(machine), str(pins)})
 @pytest.mark.parametrize("pins", [{}, HALVES])
 @pytest.mark.parametrize("machine", [{"devices": 8}, {"devices": 16, "topology": "v5p"}, {"topology": "h100:4x2"}])
 def test_candidates_are_planned_and_ranked_as_by_hand(machine, pins):

@@ -17,7 +17,10 @@ from shardc import S
 pytestmark = pytest.mark.usefixtures("compiled_fast")
 
 MESHES = {"8": shardc.make_mesh(data=8), "4x2": shardc.make_mesh(data=4, model=2)}
-SPLITS = {"8": [{"data": S(0)}, {"data": S(1)}], "4x2": [{"data": S(0), "model": S(1)}, {"data": S(1), "model": S(1)}]}
+SPLITS = {
+    "8": {"rows": {"data": S(0)}, "columns": {"data": S(1)}},
+    "4x2": {"rows": {"data": S(0), "model": S(1)}, "columns": {"data": S(1), "model": S(1)}},
+}
 
 
 def while_loop(x, w):
@@ -220,19 +223,19 @@ PROGRAMS = [
 ]  # fmt: skip
 
 
-@pytest.mark.sampled(by=lambda program, mesh, rows: {program, (mesh, rows)})
+@pytest.mark.sampled(by=lambda program, mesh, rows, split: {program, (mesh, rows, split)})
+@pytest.mark.parametrize("split", ["rows", "columns"])
 @pytest.mark.parametrize(("mesh", "rows"), [("4x2", 5), ("8", 8), ("8", 5), ("4x2", 8)])
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda f: f.__name__)
-def test_it_equals_one_device(program, mesh, rows):
+def test_it_equals_one_device(program, mesh, rows, split):
     with jax.enable_x64(True):
         rng = np.random.default_rng(0)
         x, w = rng.normal(size=(rows, 6)), rng.normal(size=(6, 6)) / 3
         want = jax.jit(program)(x, w)
-        for split in SPLITS[mesh]:
-            f = shardc.function(program, mesh=MESHES[mesh], in_placements={"x": split})
-            exe = f.compile(x, w)
-            jax.tree.map(partial(same, exe), exe(x, w), want)
-            assert exe.audit().ok, str(exe.audit())
+        f = shardc.function(program, mesh=MESHES[mesh], in_placements={"x": SPLITS[mesh][split]})
+        exe = f.compile(x, w)
+        jax.tree.map(partial(same, exe), exe(x, w), want)
+        assert exe.audit().ok, str(exe.audit())
 
 
 def same(exe, got, want):

@@ -71,9 +71,11 @@ def step(model, optimizer, metrics, x):
     return loss
 
 
-@nnx.jit
+of_one_microbatch = nnx.jit(nnx.value_and_grad(loss_of))
+
+
 def by_hand(model, optimizer, metrics, x):
-    pairs = [nnx.value_and_grad(loss_of)(model, metrics, x[j::M]) for j in range(M)]
+    pairs = [of_one_microbatch(model, metrics, x[j::M]) for j in range(M)]
     optimizer.update(model, jax.tree.map(lambda *gs: sum(gs) / M, *[g for _, g in pairs]))
     return sum(loss for loss, _ in pairs) / M
 

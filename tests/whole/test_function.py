@@ -417,16 +417,17 @@ def test_plans_need_no_devices():
         f.compile(x, w)
 
 
+def init(key):
+    keys = jax.random.split(key, 3)
+    return {
+        "w": jax.random.normal(keys[0], (16, 8)),
+        "b": jax.random.truncated_normal(keys[1], -1, 1, (24, 12)),
+        "u": jax.random.permutation(keys[2], 8)[:, None] * jnp.ones((8, 8)),
+    }
+
+
 @pytest.mark.parametrize("placements", [{"data": S(0)}, {"data": S(1), "model": S(0)}, {"model": S(0), "data": S(0)}])
 def test_sharded_init_is_bit_exact(placements):
-    def init(key):
-        keys = jax.random.split(key, 3)
-        return {
-            "w": jax.random.normal(keys[0], (16, 8)),
-            "b": jax.random.truncated_normal(keys[1], -1, 1, (24, 12)),
-            "u": jax.random.permutation(keys[2], 8)[:, None] * jnp.ones((8, 8)),
-        }
-
     g = shardc.function(init, mesh=MESH, out_placements=placements)
     key = jax.random.key(3)
     out = g(key)

@@ -46,7 +46,13 @@ FUNCTIONS: dict[str, Callable[[Any], Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.sampled(by=lambda name, axes: {name, axes})
+def facts_of(name: str, axes: tuple[str, ...]) -> set[object]:
+    """The axes, and the function together with each of what its name says besides: a start, a mode."""
+    first, *more = name.split("_", 2)
+    return {axes, first, *((first, word) for word in more)}
+
+
+@pytest.mark.sampled(by=facts_of)
 @pytest.mark.parametrize("axes", [("a",), ("b", "a")])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_of_a_split_table(name: str, axes: tuple[str, ...]) -> None:

@@ -174,6 +174,7 @@ def collectives_in(hlo: str) -> Counter[str]:
     return Counter(COLLECTIVES[name] for name in found)
 
 
+@pytest.mark.sampled(by=lambda shape, axes, src, dst: {(src, dst), (str(axes), shape)})
 @pytest.mark.parametrize("shape", [(16, 8), (5, 7)], ids=str)
 @pytest.mark.parametrize(
     ("axes", "src", "dst"),

@@ -20,6 +20,8 @@ from shardc.passes.trace.canonicalize import canonicalize
 from shardc.passes.trace.windows.compose_windows import composed
 from tests.passes.programs import before_after
 
+pytestmark = pytest.mark.usefixtures("compiled_fast")
+
 MESHES = [shardc.make_mesh(data=8), shardc.make_mesh(data=4, model=2)]
 CHIPS = shardc.make_mesh(topology="v5p:8x1x1", data=8), shardc.make_mesh(topology="v5p:4x4x4", data=64)
 ROWS = {"data": S(0)}
@@ -194,6 +196,7 @@ def random_step(rng: np.random.Generator, u: Any) -> Any:
     return [v for v in values[-3:] if v is not u] or [u]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("seed", range(8))
 def test_random_compositions(seed: int) -> None:
     u = numbers(20, 2, seed=seed)
@@ -227,6 +230,7 @@ SENT: dict[str, tuple[int, Callable[[Any], Any]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(by=lambda name, mesh: {name, mesh})
 @pytest.mark.parametrize("name", SENT)
 @pytest.mark.parametrize("mesh", CHIPS, ids=["8", "64"])
 def test_what_is_sent_is_the_halo(mesh: Any, name: str) -> None:
@@ -249,7 +253,6 @@ ON_MESHES = ("set", "dynamic_update_slice", "edges", "around", "walls of it", "d
 
 
 @pytest.mark.sampled(5)
-@pytest.mark.usefixtures("compiled_fast")
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("name", ON_MESHES)
 def test_on_a_mesh(name: str, mesh: Any) -> None:

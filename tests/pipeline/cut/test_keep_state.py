@@ -78,15 +78,18 @@ def training(cuts, m=M):
 
 
 @jax.jit
+def of_one_microbatch(params, state, rows, noise):
+    return jax.value_and_grad(loss_of, has_aux=True)(params, state, rows, (), noise)
+
+
 def by_hand(params, state, batch, noise):
     """The loop that `training` stands for."""
     losses, grads, seen = [], [], []
     for j, key in enumerate(jax.random.split(noise, M)):
         rows = {name: x[j::M] for name, x in batch.items()}
-        run = jax.value_and_grad(loss_of, has_aux=True)
-        (loss, (state, more)), grad = run(params, state, rows, (), key)
+        (loss, (state, more)), grad = of_one_microbatch(params, state, rows, key)
         losses.append(loss)
-        grads.append(grad)
+        grads.append(on_host(grad))
         seen.append(more["seen"])
     mean = jax.tree.map(lambda *xs: sum(xs) / M, *grads)
     new = jax.tree.map(lambda p, g: p - 0.1 * g, params, mean)
