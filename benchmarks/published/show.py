@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import statistics
+from typing import Any
 
 from rich.console import Console
 
-from benchmarks.published.fit import FORMS, MOST, Shares, fit, grid, judge, order, seconds, summary
+from benchmarks.published.fit import FORMS, MOST, fit, grid, judge, key, order, seconds, summary
 from benchmarks.published.machines import REACHED
 from benchmarks.tables import Rows, new_table
 from shardc.sbp.cost import COLLECTIVES
@@ -90,22 +91,32 @@ def show_within(rows: Rows, console: Console) -> None:
         console.print(table)
 
 
+def rivals(rows: Rows) -> dict[str, Rows]:
+    """The configurations of one model on one machine, three and more, each with its fastest run."""
+    fastest = {key(row): row for row in sorted(rows, key=lambda row: -row["published"])}
+    found: dict[tuple[Any, ...], Rows] = {}
+    for row in fastest.values():
+        alike = *(row[k] for k in ("model", "devices", "machine")), round(row["model_flops"] / row["peak_flops"], 6)
+        found.setdefault(alike, []).append(row)
+    return {f"{model}, {n} {machine}": some for (model, n, machine, _), some in found.items() if len(some) > 2}
+
+
 def show_order(rows: Rows, console: Console) -> None:
-    """The order of vTrain's configurations of one model, by the plans, and with shares fitted to them all."""
-    rows = [row for row in rows if row["run"].startswith("vtrain-multi")]
-    shares = fit(rows, grid("A100", "three")) if rows else Shares()
+    """The order of a model's configurations by the plans, and with shares that are fitted to the machine's family."""
     table = new_table(
-        "Order of the configurations of a model", "model", "runs", "Spearman", "the first is slower by",
-        "Spearman, fitted", "the first is slower by",
+        "Order of the configurations of a model; place: that of the fastest published one", "model", "configurations",
+        "place", "Spearman", "the first is slower by", "fitted: place", "Spearman", "the first is slower by",
     )  # fmt: skip
-    for model in sorted({row["model"] for row in rows}):
-        some = [row for row in rows if row["model"] == model]
-        best, found = min(row["published"] for row in some), list[str]()
+    families = by_family(rows)
+    for name, some in sorted(rivals(rows).items()):
+        took, cells = [row["published"] for row in some], list[str]()
+        family = some[0]["family"]
+        shares = fit(families[family], grid(family, "three"))
         for said in ([row["planned"] for row in some], list(seconds(some, [shares])[0])):
-            first = some[min(range(len(some)), key=said.__getitem__)]
-            found += [f"{order(some, said):.2f}", f"{first['published'] / best - 1:.1%}"]
-        if len(some) > 2:
-            table.add_row(model, f"{len(some)}", *found)
+            ranked = sorted(range(len(some)), key=said.__getitem__)
+            place = ranked.index(took.index(min(took))) + 1
+            cells += [f"{place}", f"{order(some, said):.2f}", f"{took[ranked[0]] / min(took) - 1:.1%}"]
+        table.add_row(name, f"{len(some)}", *cells)
     console.print(table)
 
 

@@ -5,11 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Final
 
 from shardc.api import AnyPlan, Function
 from shardc.errors import MeshError
 from shardc.machine.mesh import AnyMesh
+from shardc.passes.estimate.backend import backend_of
+from shardc.passes.place.memory_prices import MemoryModel
+from shardc.passes.place.place import Placer
 from shardc.pipeline.options import Pipeline
+from shardc.plan.borders import may_replace, problem_of
 from shardc.plans import Plan
 from shardc.report.page.small import sections_html
 from shardc.report.tables import (
@@ -21,6 +27,12 @@ from shardc.report.tables import (
     percent_text,
     report_text,
     seconds_text,
+)
+from shardc.tuning.products import pieces_of, split_alike
+
+SPLIT_PRODUCTS: Final = (
+    "To split products over an axis, as tensor parallelism does, pin what a product makes, not the weight alone, which "
+    'may be gathered: shardc.constrain(h, {"model": S(-1), ...: AUTO}).'
 )
 
 
@@ -36,7 +48,8 @@ class Candidate:
       function: the `shardc.function` on this mesh. It keeps its traced program and its plan.
       plan: the plan, or None if there is none.
       seconds: time of one call by the plan.
-      memory, bytes: peak memory and sent bytes of a device in one call.
+      memory, bytes: peak memory and sent bytes of a device in one call. The plan is the fastest that fits, so where
+        there is room it keeps what it could drop; `least` is a lower bound.
       gap: the plan's gap; None if nothing is proved.
       capacity: bytes of memory of a device.
       problem: the reason why there is no plan.
@@ -63,6 +76,17 @@ class Candidate:
     def fits(self) -> bool:
         """Whether there is a plan, and each device has the memory for it."""
         return self.plan is not None and self.memory <= self.capacity
+
+    @cached_property
+    def least(self) -> int | None:
+        """A lower bound, nearly, on the memory of all plans of this program on this mesh: the peak if every value lay
+        where it takes least. Recomputing more may take less. None for a pipeline, and where there is no plan."""
+        plan = self.plan
+        if not isinstance(plan, Plan):
+            return None
+        problem, ties = problem_of(plan.request, plan.ties), may_replace(plan.program, plan.ties)
+        model = MemoryModel(problem, Placer(problem, plan.mesh).tables, ties, backend_of(plan.mesh.topology.backend))
+        return min(self.memory, int(model.least()))
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,8 +148,12 @@ def tuning_text(tuning: Tuning, count: int = 10, width: int | None = None) -> st
 
 
 def _sections(tuning: Tuning, count: int) -> tuple[Section | None, ...]:
-    notes = Section("Notes", lines=tuning.notes) if tuning.notes else None
-    return _head(tuning), _table(tuning, count), _without_plan(tuning), notes, _use(tuning)
+    shown = [c for c in tuning.candidates if c.plan is not None]
+    title = f"The {count} best" if len(shown) > count else "All, best first"
+    shown = shown[:count]
+    lines = [*tuning.notes, *_alike(shown)]
+    notes = Section("Notes", lines=lines) if lines else None
+    return _head(tuning), _table(title, shown), _without_plan(tuning), notes, _use(tuning)
 
 
 def _head(tuning: Tuning) -> Section:
@@ -138,24 +166,40 @@ def _head(tuning: Tuning) -> Section:
     )
 
 
-def _table(tuning: Tuning, count: int) -> Section | None:
-    shown = [c for c in tuning.candidates if c.plan is not None]
-    title = f"The {count} best" if len(shown) > count else "All, best first"
-    shown = shown[:count]
+def _table(title: str, shown: Sequence[Candidate]) -> Section | None:
     if not shown:
         return None
     staged = any(c.pipeline for c in shown)
     looped = any(c.microbatches for c in shown)
     columns = [">", "mesh"] + ["pipeline"] * staged + [">microbatches"] * looped
-    columns += [">time", ">memory", ">bytes", "proved"]
+    columns += [">time", ">memory", ">at least", ">bytes", "proved"]
     rows: list[Sequence[str]] = []
     for i, c in enumerate(shown):
         cells = [str(i + 1), mesh_text(c)] + [pipeline_text(c)] * staged + [str(c.microbatches or "-")] * looped
         memory = bytes_text(c.memory) + ("" if c.fits else ", too much")
-        rows.append((*cells, seconds_text(c.seconds), memory, bytes_text(c.bytes), _proved(c.gap)))
+        least = "-" if c.least is None else bytes_text(c.least)
+        rows.append((*cells, seconds_text(c.seconds), memory, least, bytes_text(c.bytes), _proved(c.gap)))
     room = bytes_text(shown[0].capacity)
-    title += f": time of a call; peak memory (of {room}) and bytes sent of each device"
+    title += f": time of a call; peak memory (of {room}), what any plan takes at least, and bytes sent of each device"
     return Section(title, columns, rows)
+
+
+def _alike(shown: Sequence[Candidate]) -> list[str]:
+    """Which of the candidates split the work alike, under other names of axes."""
+    kinds: dict[Pipeline | None, list[int]] = {}
+    for i, c in enumerate(shown):
+        kinds.setdefault(c.pipeline, []).append(i)
+    lines: list[str] = []
+    for numbers in kinds.values():
+        pieces = [pieces_of(plan) for i in numbers if (plan := shown[i].plan) is not None]
+        for group in split_alike(pieces):
+            *most, last = (str(numbers[k] + 1) for k in group)
+            (heaviest, _), *_ = pieces[group[0]].most_common(1)
+            lines += [
+                f"{', '.join(most)} and {last} split the work alike, under other names of axes. They differ in where "
+                f"values are kept and in what moves. Heaviest on each device: {heaviest}."
+            ]
+    return lines + [SPLIT_PRODUCTS] * bool(lines)
 
 
 def mesh_text(c: Candidate, *, schedule: bool = False) -> str:

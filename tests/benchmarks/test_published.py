@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from benchmarks.measure import results
 from benchmarks.published import plan_run
@@ -16,7 +19,9 @@ from benchmarks.published.__main__ import main
 from benchmarks.published.fit import Shares, fit, grid, seconds
 from benchmarks.published.machines import family, topology
 from benchmarks.published.machines import grid as slice_grid
+from benchmarks.published.rank import rank
 from benchmarks.published.runs import Run, read
+from benchmarks.published.show import rivals
 from shardc.passes.estimate.plan_cost import Time
 
 RUNS = {run.name: run for run in read()}
@@ -79,6 +84,22 @@ def test_a_pipeline_and_its_table(capsys: pytest.CaptureFixture[str], tmp_path: 
     said = capsys.readouterr().out
     assert "vtrain-multi-3" in said
     assert "Time by family" in said
+
+
+def test_configurations_of_one_model_are_ranked_by_their_fastest_runs() -> None:
+    row = {"machine": "a100", "model": "gpt", "devices": 8, "model_flops": 4.0, "peak_flops": 2.0}
+    rows = [row | {"planned": p, "published": t} for p, t in ((1.0, 3.0), (1.0, 2.0), (2.0, 4.0), (3.0, 1.0))]
+    other = [row | {"planned": p, "published": 9.0, "model_flops": 5.0} for p in (1.5, 2.5)]
+    assert rivals([*rows, *other]) == {"gpt, 8 a100": [rows[2], rows[1], rows[3]]}
+
+
+def test_the_candidates_of_tune_are_beside_the_published_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = small("vtrain-multi-42", devices=8, microbatches=2)
+    runs = [replace(run, data=4 // t, tensor=t, seconds=t) for t in (1, 2)]
+    monkeypatch.setattr("benchmarks.published.rank.read", lambda: runs)
+    said = io.StringIO()
+    rank(runs[0].model, 12, Console(file=said, width=120))
+    assert re.search(r"the fastest published is number \d+ of \d+; \d+ more", said.getvalue())
 
 
 def test_a_fit_finds_the_shares_that_made_the_times() -> None:

@@ -217,6 +217,21 @@ def test_a_mesh_without_a_plan_is_listed(monkeypatch):
     assert len(got.candidates) == 3  # its refinements are planned: they refine another mesh too
 
 
+def test_the_least_memory_is_said_beside_what_the_fastest_plan_takes():
+    """With room for all, gathered weights are kept for the backward pass; within less they are gathered again."""
+    wide = [{"w": f32(2048, 2048), "b": f32(2048)}] * 8, {"x": f32(4096, 2048), "y": f32(4096, 2048)}
+    pins = {"params": shardc.rules({"*/w": {"data": S(0)}}), "batch": {"data": S(0)}}
+    run, options = training(chain_loss, 1), {"in_placements": pins, "donate_argnames": "params"}
+    found = shardc.tune(run, *wide, devices=8, topology="v5p", axes="data", pipe=(), **options)
+    (c,) = found.candidates
+    assert c.least < 0.8 * c.memory
+    assert f"{c.least / 2**20:.1f} MiB" in str(found)
+    room = (c.least + c.memory) // 2
+    less = shardc.function(run, mesh=shardc.make_mesh(topology="v5p:2x2x2", hbm=room, data=8), **options).plan(*wide)
+    assert c.least <= less.memory.peak <= room
+    assert less.seconds > c.seconds
+
+
 # --- pipelines -------------------------------------------------------------------------------------------------------
 
 
