@@ -132,6 +132,11 @@ class Topology:
         what is reached.
       host_bandwidth: bytes/s one way between the device and the memory of its host; 0: unknown, nothing can live there.
       host_memory: bytes of it for each device.
+      starts: by kind of operation (`Rule.kind`), seconds of each execution besides its arithmetic and memory.
+      elements: by kind of operation, seconds for each element of its first operand, where it takes one after the other.
+      dispatch: seconds that the host takes to launch a program. Fake CPU devices share its cores: there it adds to the
+        time of each program. Elsewhere the host runs ahead, and a task of a pipeline takes at least this long.
+      dispatch_array: seconds besides, for each argument and result on each fake device.
     """
 
     kind: str
@@ -152,6 +157,10 @@ class Topology:
     reached: float = 1.0
     host_bandwidth: float = 0.0
     host_memory: int = 0
+    starts: tuple[tuple[str, float], ...] = ()
+    elements: tuple[tuple[str, float], ...] = ()
+    dispatch: float = 0.0
+    dispatch_array: float = 0.0
 
     def fabric(self, dim: int) -> Fabric:
         return self.fabrics[min(dim, len(self.fabrics) - 1)]
@@ -183,16 +192,22 @@ class Topology:
     def to_json(self) -> str:
         """The text of a file for `make_mesh(topology="file.json")`."""
         data = {k: v for k, v in asdict(self).items() if k not in _NOT_IN_FILES}
-        data |= {"rates": dict(self.rates), "together": dict(self.together), "combined": dict(self.combined)}
+        data |= {name: dict(getattr(self, name)) for name in _TABLES}
         data["fabrics"] = [f | {"rates": dict(f["rates"])} for f in data["fabrics"]]
         return json.dumps(data, indent=1)
 
 
 _NOT_IN_FILES: Final = ("layout", "pod")
+_TABLES: Final = ("rates", "together", "combined", "starts", "elements")
+"""Fields that are objects in files, from names to numbers."""
 
 
 def _hops(span: AxisSpan) -> int:
     return span.stride if span.fabric.kind == "torus" else 1
+
+
+_DISPATCH: Final = 5e-5
+"""[G] Seconds that the host of an accelerator takes to launch a program, such as a task of a pipeline."""
 
 
 class _Chip(NamedTuple):
@@ -214,7 +229,7 @@ def _tpu(kind: str, chip: _Chip, link: float, pod: tuple[int, ...], reached: flo
     combined = (("all_reduce", 30.0 * MiB),)  # [M]
     return Topology(
         kind, chip.flops, chip.memory, chip.hbm * GB, 1e-6, fabrics, chip.rates, pod=pod, together=most,
-        combined=combined, backend="tpu", reached=reached,
+        combined=combined, backend="tpu", reached=reached, dispatch=_DISPATCH,
     )  # fmt: skip
 
 
@@ -234,7 +249,7 @@ def _gpu(kind: str, chip: _Chip, reached: float, nvlink: float, domain: int, net
     combined = tuple((kind, 30.0 * MiB) for kind in ("all_reduce", "all_gather", "reduce_scatter"))  # [X]
     return Topology(
         kind, chip.flops, chip.memory, chip.hbm * GB, 6.6e-6, fabrics, chip.rates, combined=combined,
-        reached=reached,
+        reached=reached, dispatch=_DISPATCH,
     )  # fmt: skip
 
 
@@ -272,8 +287,10 @@ TOPOLOGIES: Final[Mapping[str, Topology]] = MappingProxyType(
         t.kind: replace(t, host_bandwidth=link, host_memory=memory * GB)
         for t in (
             # [M] Fake devices of one host share its cores and memory: 8 devices on 2 cores.
-            Topology("cpu", 1e10, 4e9, 4 * GB, 1e-4, (Fabric("switch", 6e8, 2e-7),), overlaps=False, cached=True,
-                     combined=(("all_reduce", ANY),), backend="cpu"),
+            Topology("cpu", 4e10, 1.5e10, 4 * GB, 1e-4, (Fabric("switch", 6e8, 2e-7),), overlaps=False, cached=True,
+                     combined=(("all_reduce", ANY),), backend="cpu",
+                     starts=(("convolution", 6e-4),), elements=(("reduction", 1e-8),), dispatch=1e-4,
+                     dispatch_array=5e-7),
             _tpu("v4", _Chip(2.75e14, 1.2e12, 32), 4.5e10, (16, 16, 16), _V4_V5),
             _tpu("v5e", _Chip(1.97e14, 8.1e11, 16, (("int8", 3.94e14),)), 4.5e10, (16, 16), _V4_V5),
             _tpu("v5p", _Chip(4.59e14, 2.8e12, 95, (("int8", 9.18e14),)), 9e10, (16, 20, 28), _V4_V5),
@@ -457,7 +474,10 @@ def topology_from_json(text: str, where: str = "The topology") -> Topology:
         raise MeshError(f'{where}: "shape" must be a list of positive whole numbers, not {shape!r}.')
     numbers = [_positive(data, name, where) for name in ("flops", "memory_bandwidth", "hbm")]
     launch = _positive(data, "launch", where, least=0.0)
-    host = [_positive({k: data.get(k, 0)}, k, where, least=0.0) for k in ("host_bandwidth", "host_memory")]
+    host, memory, dispatch, array = (
+        _positive({k: data.get(k, 0)}, k, where, least=0.0)
+        for k in ("host_bandwidth", "host_memory", "dispatch", "dispatch_array")
+    )
     overlaps, cached = data.get("overlaps", True), data.get("cached", False)
     for name, flag in {"overlaps": overlaps, "cached": cached}.items():
         if not isinstance(flag, bool):
@@ -471,7 +491,8 @@ def topology_from_json(text: str, where: str = "The topology") -> Topology:
         kind, numbers[0], numbers[1], int(numbers[2]), launch, read, _rates(data, where), tuple(cast(list[int], shape)),
         overlaps=overlaps, together=_rates(data, where, "together"), cached=cached,
         combined=_rates(data, where, "combined"), backend=backend, reached=reached,
-        host_bandwidth=host[0], host_memory=int(host[1]),
+        host_bandwidth=host, host_memory=int(memory), starts=_rates(data, where, "starts"),
+        elements=_rates(data, where, "elements"), dispatch=dispatch, dispatch_array=array,
     )  # fmt: skip
 
 

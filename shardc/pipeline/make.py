@@ -20,7 +20,7 @@ from shardc.pipeline.cut.precompute_state import precompute_state
 from shardc.pipeline.memory import working_bytes
 from shardc.pipeline.options import Pipeline, PipelineRequest
 from shardc.pipeline.place_stages import Stage, StagePlacer
-from shardc.pipeline.plan import HOST_SECONDS, MpmdPlan, arguments_of, results_of, task_seconds
+from shardc.pipeline.plan import MpmdPlan, arguments_of, results_of, task_seconds
 from shardc.pipeline.points.auto_stages import Wanted, cut_automatically
 from shardc.pipeline.points.split_scans import Pieces, whole_program
 from shardc.pipeline.rank_memory import too_large
@@ -186,7 +186,8 @@ class _Search:
         views = [r.views[k] for k in rank_of]
         arguments = [*r.arguments, *[Argument()] * (len(r.program.in_paths) - len(r.arguments))]
         scale = setting.scale or (1.0,) * len(rank_of)
-        return cut_automatically(r.program, Wanted(views, arguments, ordered, recomputed, scale, HOST_SECONDS, r.where))
+        least = max(v.topology.dispatch for v in views)
+        return cut_automatically(r.program, Wanted(views, arguments, ordered, recomputed, scale, least, r.where))
 
     # -- what to try next
 

@@ -141,6 +141,7 @@ def _time(time: Time) -> str:
     parts = [f"{seconds_text(time.compute)} computing", f"{seconds_text(time.memory)} reading and writing memory"]
     parts += [f"{seconds_text(s)} {kind}" for kind in COLLECTIVES if (s := getattr(time, kind))]
     parts += [f"{seconds_text(time.host)} moving to and from host memory"] * bool(time.host)
+    parts += [f"{seconds_text(time.launch)} launching"] * bool(time.launch)
     overlap = f"; {seconds_text(time.overlapped)} of the reductions overlap with computation" if time.overlapped else ""
     return f"Time: {', '.join(parts)}{overlap}."
 

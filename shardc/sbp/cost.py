@@ -386,7 +386,7 @@ def light_seconds(memory: float, mesh: MeshView) -> float:
     return LIGHT * memory_seconds(memory, mesh)
 
 
-def heavy_seconds(flops: Any, memory: Any, mesh: MeshView, dtype: Any, passes: float = 0.0) -> Any:
+def heavy_seconds(flops: Any, memory: Any, mesh: MeshView, dtype: Any, passes: float = 0.0, kind: str = "") -> Any:
     """Roofline time of a heavy local piece, or of arrays of them.
 
     Args:
@@ -394,11 +394,24 @@ def heavy_seconds(flops: Any, memory: Any, mesh: MeshView, dtype: Any, passes: f
       memory: bytes that it reads and writes in one pass.
       dtype: of its operands; matrix units are faster in some.
       passes: how often it goes through this memory, at least once.
+      kind: of operation; some take time to start.
     """
     moved = max(passes, 1.0) * memory / mesh.topology.memory_rate
-    return np.maximum(flops / mesh.topology.flops_in(str(dtype)), moved)
+    return np.maximum(flops / mesh.topology.flops_in(str(dtype)), moved) + dict(mesh.topology.starts).get(kind, 0.0)
+
+
+def element_seconds(kind: str, elements: Any, mesh: MeshView) -> Any:
+    """Time of a light operation that takes its elements one after the other, beside that of its memory."""
+    return dict(mesh.topology.elements).get(kind, 0.0) * elements
 
 
 def memory_seconds(memory: float, mesh: MeshView) -> float:
     """Time to read and write `memory` bytes."""
     return memory / mesh.topology.memory_rate
+
+
+def launch_seconds(arrays: int, mesh: MeshView) -> float:
+    """Time of the host to launch a program with so many arguments and results, where it shares its cores with the
+    devices; elsewhere it runs ahead of them."""
+    machine = mesh.topology
+    return machine.dispatch + arrays * mesh.size * machine.dispatch_array if machine.backend == "cpu" else 0.0

@@ -35,13 +35,14 @@ from shardc.sbp.cost import (
     FEMTO,
     CollectiveKind,
     RingTime,
+    element_seconds,
     group_of,
     heavy_seconds,
     light_seconds,
     memory_seconds,
 )
 from shardc.sbp.piece import internal_steps, sent_cost
-from shardc.sbp.placement import REPLICATED, AxisSizes, Placement
+from shardc.sbp.placement import REPLICATED, AxisSizes, Placement, local_shape
 from shardc.sbp.ring import Ring, ring_of, ring_price
 from shardc.sbp.signature import Rule, Setting, find_rule, gathered, shared_by
 
@@ -56,8 +57,7 @@ class Time:
       all_reduce, all_gather, reduce_scatter, all_to_all, permute: collectives of each kind.
       overlapped: the part of the collectives that overlaps with computation: reductions that only the optimizer and the
         results read, and pieces that go around a ring while others are multiplied.
-      launch: of a pipeline, the time by which its shortest tasks take longer than they compute, for the host to launch
-        them.
+      launch: the time by which programs take longer than their devices compute, for the host to launch them.
       wait: of a pipeline, for other ranks and for their messages.
       host: moving values to and from the memory of the host. It is taken to overlap with nothing.
     """
@@ -266,7 +266,7 @@ class _CostWalk:
         times: dict[Eqn, Time] = {}
         for eqn in jaxpr.eqns:
             if eqn in plain:
-                self.added += light_seconds(self.touched(eqn), self.mesh) * trips
+                self.added += (light_seconds(self.touched(eqn), self.mesh) + self.one_by_one(eqn)) * trips
             else:
                 begin = len(self.collectives)
                 times[eqn] = self.equation(eqn, trips, late)
@@ -287,7 +287,7 @@ class _CostWalk:
             overlapped = overlapped_seconds(jaxpr, late, reducing, computing)
         light = plain.union([eqn for eqn in others if self.is_light(eqn)])
         moved = fused_bytes(jaxpr, light, {eqn for eqn in others if _is_same(eqn)}, self.held)
-        fused = memory_seconds(moved, self.mesh)
+        fused = memory_seconds(moved, self.mesh) + sum(map(self.one_by_one, light))
         if self.each is not None:
             self.share_out(times, light, fused, trips)
         return sum(times.values(), Time(memory=fused, overlapped=overlapped))
@@ -303,6 +303,12 @@ class _CostWalk:
         for eqn, size in touched.items():
             found = self.each.setdefault(eqn, EquationCost(Time(), ()))
             found.time += Time(memory=fused * trips * (size / whole if whole else 0.0))
+
+    def one_by_one(self, eqn: Eqn) -> float:
+        """Seconds of a light operation besides those of its memory."""
+        if eqn.primitive.name in _PARTICULAR:
+            return 0.0
+        return _one_by_one(eqn, self.rule(eqn), self.placements, self.mesh)
 
     def touched(self, eqn: Eqn) -> int:
         """Bytes that an operation reads and writes."""
@@ -562,9 +568,17 @@ def _rule_of(eqn: Eqn) -> Rule:
 def _seconds(eqn: Eqn, rule: Rule, memory: int, placements: Mapping[Var, Placement], mesh: MeshView) -> float:
     """Seconds that a device computes in one execution of an operation that reads and writes `memory` bytes."""
     if not rule.is_heavy:
-        return light_seconds(memory, mesh)
+        return light_seconds(memory, mesh) + _one_by_one(eqn, rule, placements, mesh)
     flops = device_flops(eqn, rule, placements, mesh)
-    return float(heavy_seconds(flops, memory, mesh, work_dtype(eqn), rule.passes))
+    return float(heavy_seconds(flops, memory, mesh, work_dtype(eqn), rule.passes, rule.kind))
+
+
+def _one_by_one(eqn: Eqn, rule: Rule, placements: Mapping[Var, Placement], mesh: MeshView) -> float:
+    """Seconds of a light operation that takes its elements one after the other, besides those of its memory."""
+    if not rule.kind or compat.is_literal(first := eqn.invars[0]):
+        return 0.0
+    elements = math.prod(local_shape(first.aval.shape, placements[first], mesh.sizes))
+    return float(element_seconds(rule.kind, elements, mesh))
 
 
 def device_flops(eqn: Eqn, rule: Rule, placements: Mapping[Var, Placement], mesh: MeshView) -> float:
