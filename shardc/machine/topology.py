@@ -132,8 +132,10 @@ class Topology:
         what is reached.
       host_bandwidth: bytes/s one way between the device and the memory of its host; 0: unknown, nothing can live there.
       host_memory: bytes of it for each device.
-      starts: by kind of operation (`Rule.kind`), seconds of each execution besides its arithmetic and memory.
-      elements: by kind of operation, seconds for each element of its first operand, where it takes one after the other.
+      shares: by kind of operation (`Rule.kind`), the share of the rate of products that it reaches; others reach all.
+      starts: by kind of operation, seconds of each execution besides its arithmetic and memory.
+      element: seconds for each element that an elementwise operation computes or a reduction reads, besides memory. It
+        does not count when placements are chosen.
       dispatch: seconds that the host takes to launch a program. Fake CPU devices share its cores: there it adds to the
         time of each program. Elsewhere the host runs ahead, and a task of a pipeline takes at least this long.
       dispatch_array: seconds besides, for each argument and result on each fake device.
@@ -157,8 +159,9 @@ class Topology:
     reached: float = 1.0
     host_bandwidth: float = 0.0
     host_memory: int = 0
+    shares: tuple[tuple[str, float], ...] = ()
     starts: tuple[tuple[str, float], ...] = ()
-    elements: tuple[tuple[str, float], ...] = ()
+    element: float = 0.0
     dispatch: float = 0.0
     dispatch_array: float = 0.0
 
@@ -169,9 +172,9 @@ class Topology:
         """Matrix operations per second on operands of a type, by its name, as the data sheet has them."""
         return dict(self.rates).get(dtype, self.flops)
 
-    def flops_in(self, dtype: str) -> float:
-        """Matrix operations per second that are reached on operands of a type."""
-        return self.reached * self.peak_in(dtype)
+    def flops_in(self, dtype: str, kind: str = "") -> float:
+        """Operations per second that a kind of operation reaches on operands of a type."""
+        return self.reached * self.peak_in(dtype) * dict(self.shares).get(kind, 1.0)
 
     @property
     def memory_rate(self) -> float:
@@ -198,7 +201,7 @@ class Topology:
 
 
 _NOT_IN_FILES: Final = ("layout", "pod")
-_TABLES: Final = ("rates", "together", "combined", "starts", "elements")
+_TABLES: Final = ("rates", "together", "combined", "shares", "starts")
 """Fields that are objects in files, from names to numbers."""
 
 
@@ -286,10 +289,13 @@ TOPOLOGIES: Final[Mapping[str, Topology]] = MappingProxyType(
     {
         t.kind: replace(t, host_bandwidth=link, host_memory=memory * GB)
         for t in (
-            # [M] Fake devices of one host share its cores and memory: 8 devices on 2 cores.
+            # [M] Fake devices of one host share its cores and memory: 8 devices on 2 cores. Measured by themselves:
+            # 54 Gop/s in products of width 512, 38 in those of width 128, 3 to 9 in batches as thin as 16; 14.5 GB/s; 0.9 ns
+            # (an addition) to 1.9 (an exponential) for an element; the dispatches. Fitted within these, and the start
+            # of a convolution, to the steps of benchmarks/clock.md.
             Topology("cpu", 4e10, 1.5e10, 4 * GB, 1e-4, (Fabric("switch", 6e8, 2e-7),), overlaps=False, cached=True,
                      combined=(("all_reduce", ANY),), backend="cpu",
-                     starts=(("convolution", 6e-4),), elements=(("reduction", 1e-8),), dispatch=1e-4,
+                     shares=(("batched", 0.17),), starts=(("convolution", 6e-4),), element=7e-10, dispatch=1e-4,
                      dispatch_array=5e-7),
             _tpu("v4", _Chip(2.75e14, 1.2e12, 32), 4.5e10, (16, 16, 16), _V4_V5),
             _tpu("v5e", _Chip(1.97e14, 8.1e11, 16, (("int8", 3.94e14),)), 4.5e10, (16, 16), _V4_V5),
@@ -474,9 +480,9 @@ def topology_from_json(text: str, where: str = "The topology") -> Topology:
         raise MeshError(f'{where}: "shape" must be a list of positive whole numbers, not {shape!r}.')
     numbers = [_positive(data, name, where) for name in ("flops", "memory_bandwidth", "hbm")]
     launch = _positive(data, "launch", where, least=0.0)
-    host, memory, dispatch, array = (
+    host, memory, element, dispatch, array = (
         _positive({k: data.get(k, 0)}, k, where, least=0.0)
-        for k in ("host_bandwidth", "host_memory", "dispatch", "dispatch_array")
+        for k in ("host_bandwidth", "host_memory", "element", "dispatch", "dispatch_array")
     )
     overlaps, cached = data.get("overlaps", True), data.get("cached", False)
     for name, flag in {"overlaps": overlaps, "cached": cached}.items():
@@ -491,8 +497,8 @@ def topology_from_json(text: str, where: str = "The topology") -> Topology:
         kind, numbers[0], numbers[1], int(numbers[2]), launch, read, _rates(data, where), tuple(cast(list[int], shape)),
         overlaps=overlaps, together=_rates(data, where, "together"), cached=cached,
         combined=_rates(data, where, "combined"), backend=backend, reached=reached,
-        host_bandwidth=host, host_memory=int(memory), starts=_rates(data, where, "starts"),
-        elements=_rates(data, where, "elements"), dispatch=dispatch, dispatch_array=array,
+        host_bandwidth=host, host_memory=int(memory), shares=_rates(data, where, "shares"),
+        starts=_rates(data, where, "starts"), element=element, dispatch=dispatch, dispatch_array=array,
     )  # fmt: skip
 
 

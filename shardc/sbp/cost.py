@@ -335,16 +335,17 @@ class RingTime(NamedTuple):
     total: Any
 
 
-def ring_time(work: RingWork, mesh: MeshView, axis: str, dtype: Any) -> RingTime:
+def ring_time(work: RingWork, mesh: MeshView, axis: str, dtype: Any, kind: str = "") -> RingTime:
     """The time of a product in pieces. Half of the pieces come from either side; while the pieces of one step move,
     those of the step before are multiplied.
 
     Args:
       axis: the mesh axis that the pieces go around.
       dtype: of the operands.
+      kind: of the product.
     """
     n = mesh.sizes[axis]
-    each = heavy_seconds(work.flops, work.memory, mesh, dtype) + memory_seconds(work.added, mesh)
+    each = heavy_seconds(work.flops, work.memory, mesh, dtype, kind=kind) + memory_seconds(work.added, mesh)
     held, late, wires = memory_seconds(work.piece, mesh), _hop_latency(mesh, axis), _hop_wires(mesh, axis)
     one, two = (np.maximum(work.piece * wire / FEMTO, k * held) + late for k, wire in enumerate(wires, 1))
     pairs, alone = (n - 1) // 2, (n + 1) % 2  # pairs of pieces that move at once; whether one piece moves alone
@@ -394,15 +395,11 @@ def heavy_seconds(flops: Any, memory: Any, mesh: MeshView, dtype: Any, passes: f
       memory: bytes that it reads and writes in one pass.
       dtype: of its operands; matrix units are faster in some.
       passes: how often it goes through this memory, at least once.
-      kind: of operation; some take time to start.
+      kind: of operation; some are slower, or take time to start.
     """
     moved = max(passes, 1.0) * memory / mesh.topology.memory_rate
-    return np.maximum(flops / mesh.topology.flops_in(str(dtype)), moved) + dict(mesh.topology.starts).get(kind, 0.0)
-
-
-def element_seconds(kind: str, elements: Any, mesh: MeshView) -> Any:
-    """Time of a light operation that takes its elements one after the other, beside that of its memory."""
-    return dict(mesh.topology.elements).get(kind, 0.0) * elements
+    machine = mesh.topology
+    return np.maximum(flops / machine.flops_in(str(dtype), kind), moved) + dict(machine.starts).get(kind, 0.0)
 
 
 def memory_seconds(memory: float, mesh: MeshView) -> float:

@@ -108,8 +108,9 @@ def calibrate(mesh: Mesh, *, sizes: Sequence[int] = SIZES, turns: int = 5, width
     if known.backend == "cpu":  # elsewhere the host runs ahead of the devices
         machine = replace(
             machine, dispatch=watch.idle, dispatch_array=measure_array(mesh, watch),
+            element=measure_element(mesh, max(sizes), watch),
+            shares=(("batched", measure_batch(mesh, watch) / rates["float32"]),),
             starts=(("convolution", measure_convolution(mesh, watch)),),
-            elements=(("reduction", measure_reduction(mesh, max(sizes), watch)),),
         )  # fmt: skip
     return Calibration(machine, samples, fits)
 
@@ -282,13 +283,27 @@ def measure_convolution(mesh: Mesh, watch: Watch) -> float:
     return watch(_on_each(mesh, chain), _on(mesh, np.ones((8 * mesh.size, 8, 8, 8), np.float32))) / CHAIN
 
 
-def measure_reduction(mesh: Mesh, held: int, watch: Watch) -> float:
-    """Seconds for each element of a sum along rows, on all devices at once."""
+def measure_batch(mesh: Mesh, watch: Watch) -> float:
+    """Operations per second of a batch of thin products on each device, all at once."""
+    batch, rows, width = 32, 128, 16
+
+    def chain(x: jax.Array) -> jax.Array:
+        for _ in range(CHAIN):
+            x = jnp.einsum("bmn,bnk->bmk", jnp.einsum("bmk,bnk->bmn", x, x) / rows, x)
+        return x
+
+    x = _on(mesh, np.ones((batch * mesh.size, rows, width), np.float32))
+    return 4 * batch * rows * rows * width * CHAIN / watch(_on_each(mesh, chain), x)
+
+
+def measure_element(mesh: Mesh, held: int, watch: Watch) -> float:
+    """Seconds for each element of an exponential and a sum along rows, on all devices at once."""
     rows = max(1, held // 4 // 512)
 
     def chain(x: jax.Array) -> jax.Array:
         for _ in range(CHAIN):
-            x = x + 1e-9 * x.sum(-1, keepdims=True)
+            x = lax.exp(x) + 1e-9 * x.sum(-1, keepdims=True)
         return x
 
-    return watch(_on_each(mesh, chain), _on(mesh, np.ones((rows * mesh.size, 512), np.float32))) / CHAIN / rows / 512
+    x = _on(mesh, np.zeros((rows * mesh.size, 512), np.float32))
+    return watch(_on_each(mesh, chain), x) / CHAIN / rows / 512 / 4

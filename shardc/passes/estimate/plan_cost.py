@@ -24,7 +24,17 @@ from shardc.ir.memory_move import MemorySpace, is_memory_move
 from shardc.ir.nested import NESTED, bodies_of, nested_bodies, trips_of
 from shardc.ir.transfer import is_transfer
 from shardc.ir.user_shard_map import is_unit, unit_body, unit_moves
-from shardc.ir.walk import all_eqns, bytes_of, executions, local_bytes, operation_of, setting_of, short_aval, work_dtype
+from shardc.ir.walk import (
+    all_eqns,
+    bytes_of,
+    executions,
+    itemsize_of,
+    local_bytes,
+    operation_of,
+    setting_of,
+    short_aval,
+    work_dtype,
+)  # fmt: skip
 from shardc.machine.mesh import MeshView
 from shardc.passes.estimate.combine import Started, combinations
 from shardc.passes.estimate.overlap import late_values, overlapped_seconds
@@ -35,14 +45,13 @@ from shardc.sbp.cost import (
     FEMTO,
     CollectiveKind,
     RingTime,
-    element_seconds,
     group_of,
     heavy_seconds,
     light_seconds,
     memory_seconds,
 )
 from shardc.sbp.piece import internal_steps, sent_cost
-from shardc.sbp.placement import REPLICATED, AxisSizes, Placement, local_shape
+from shardc.sbp.placement import REPLICATED, AxisSizes, Placement
 from shardc.sbp.ring import Ring, ring_of, ring_price
 from shardc.sbp.signature import Rule, Setting, find_rule, gathered, shared_by
 
@@ -266,7 +275,7 @@ class _CostWalk:
         times: dict[Eqn, Time] = {}
         for eqn in jaxpr.eqns:
             if eqn in plain:
-                self.added += (light_seconds(self.touched(eqn), self.mesh) + self.one_by_one(eqn)) * trips
+                self.added += light_seconds(self.touched(eqn), self.mesh) * trips
             else:
                 begin = len(self.collectives)
                 times[eqn] = self.equation(eqn, trips, late)
@@ -287,7 +296,9 @@ class _CostWalk:
             overlapped = overlapped_seconds(jaxpr, late, reducing, computing)
         light = plain.union([eqn for eqn in others if self.is_light(eqn)])
         moved = fused_bytes(jaxpr, light, {eqn for eqn in others if _is_same(eqn)}, self.held)
-        fused = memory_seconds(moved, self.mesh) + sum(map(self.one_by_one, light))
+        fused = memory_seconds(moved, self.mesh)
+        if element := self.mesh.topology.element:
+            fused += element * sum(map(self.elements, light))
         if self.each is not None:
             self.share_out(times, light, fused, trips)
         return sum(times.values(), Time(memory=fused, overlapped=overlapped))
@@ -304,11 +315,11 @@ class _CostWalk:
             found = self.each.setdefault(eqn, EquationCost(Time(), ()))
             found.time += Time(memory=fused * trips * (size / whole if whole else 0.0))
 
-    def one_by_one(self, eqn: Eqn) -> float:
-        """Seconds of a light operation besides those of its memory."""
-        if eqn.primitive.name in _PARTICULAR:
+    def elements(self, eqn: Eqn) -> float:
+        """The elements that an elementwise operation computes or a reduction reads on a device; 0 for others."""
+        if eqn.primitive.name in _PARTICULAR or not self.rule(eqn).kind:
             return 0.0
-        return _one_by_one(eqn, self.rule(eqn), self.placements, self.mesh)
+        return max(self.held[a] / itemsize_of(a.aval) for a in (*compat.variables(eqn.invars), *eqn.outvars))
 
     def touched(self, eqn: Eqn) -> int:
         """Bytes that an operation reads and writes."""
@@ -568,17 +579,9 @@ def _rule_of(eqn: Eqn) -> Rule:
 def _seconds(eqn: Eqn, rule: Rule, memory: int, placements: Mapping[Var, Placement], mesh: MeshView) -> float:
     """Seconds that a device computes in one execution of an operation that reads and writes `memory` bytes."""
     if not rule.is_heavy:
-        return light_seconds(memory, mesh) + _one_by_one(eqn, rule, placements, mesh)
+        return light_seconds(memory, mesh)
     flops = device_flops(eqn, rule, placements, mesh)
     return float(heavy_seconds(flops, memory, mesh, work_dtype(eqn), rule.passes, rule.kind))
-
-
-def _one_by_one(eqn: Eqn, rule: Rule, placements: Mapping[Var, Placement], mesh: MeshView) -> float:
-    """Seconds of a light operation that takes its elements one after the other, besides those of its memory."""
-    if not rule.kind or compat.is_literal(first := eqn.invars[0]):
-        return 0.0
-    elements = math.prod(local_shape(first.aval.shape, placements[first], mesh.sizes))
-    return float(element_seconds(rule.kind, elements, mesh))
 
 
 def device_flops(eqn: Eqn, rule: Rule, placements: Mapping[Var, Placement], mesh: MeshView) -> float:

@@ -16,13 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardc.ir.transfer import is_transfer
-from shardc.ir.walk import itemsize_of, operation_of, work_dtype
+from shardc.ir.walk import operation_of, work_dtype
 from shardc.machine.mesh import MeshView
 from shardc.passes.place.problem import Node, Problem, Reader, Value, digits, first_of_alike
 from shardc.passes.place.rings import Rings, offer_rings
 from shardc.passes.place.value_tables import ValueTables
 from shardc.sbp.boxing import BoxingTable
-from shardc.sbp.cost import FEMTO, LIGHT, avoided_cost, element_seconds, heavy_seconds
+from shardc.sbp.cost import FEMTO, LIGHT, avoided_cost, heavy_seconds
 from shardc.sbp.piece import internal_steps, sent_cost
 from shardc.sbp.placement import P, Placement, ReduceOp, S, is_even
 from shardc.sbp.signature import Setting
@@ -209,24 +209,14 @@ class Domains(ValueTables):
                     flops = flops / (size / -(-size // splits[factor]))
             cost = heavy_seconds(flops, memory, self.mesh, work_dtype(n.equation), n.rule.passes, n.rule.kind)
         else:
-            cost = self._light_seconds(n, memory, tables, rows)
+            cost = LIGHT * (memory / self.mesh.topology.memory_rate)
+            for port, share in () if self.mesh.topology.cached else n.traffic:
+                table, row = tables[port], rows[port]
+                if table is not None and row is not None:
+                    cost = cost + share * table.local_bytes[row] / self.mesh.topology.memory_rate
         if n.rule is not None and n.rule.crossing:
             cost = cost + self._inside(n, options, orders, tables, rows)
         return n.weight * cost
-
-    def _light_seconds(
-        self, n: Node, memory: NDArray[np.float64],
-        tables: Sequence[BoxingTable | None], rows: Sequence[NDArray[np.int64] | None],
-    ) -> NDArray[np.float64]:  # fmt: skip
-        cost = LIGHT * (memory / self.mesh.topology.memory_rate)
-        for port, share in () if self.mesh.topology.cached else n.traffic:
-            table, row = tables[port], rows[port]
-            if table is not None and row is not None:
-                cost = cost + share * table.local_bytes[row] / self.mesh.topology.memory_rate
-        if n.rule is not None and n.rule.kind and tables[0] is not None and rows[0] is not None:
-            elements = tables[0].local_bytes[rows[0]] / itemsize_of(n.equation.invars[0].aval)
-            cost = cost + element_seconds(n.rule.kind, elements, self.mesh)
-        return cost
 
     def _inside(
         self, n: Node, options: NDArray[np.int64], orders: NDArray[np.intp],

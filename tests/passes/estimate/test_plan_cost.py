@@ -193,18 +193,32 @@ def test_the_launch_of_a_program_counts_on_fake_devices_alone() -> None:
         assert (" launching" in plan.explain()) == bool(wanted)
 
 
-def test_search_and_plan_count_what_goes_element_by_element() -> None:
-    """A reduction that is dear is shared by the devices, though its argument is whole on each."""
-    x, found = jax.ShapeDtypeStruct((800, 64), jnp.float32), {}
-    for seconds in (1e-15, 1e-3):
-        file = slow_machine(elements=(("reduction", seconds),)).to_json()
+def test_light_operations_count_their_elements() -> None:
+    """In the plan's seconds alone: like the memory of light operations it chooses no placements on `cpu`."""
+    x, plans = jax.ShapeDtypeStruct((800, 64), jnp.float32), []
+    for seconds in (0.0, 1e-3):
+        file = slow_machine(element=seconds).to_json()
         mesh = shardc.make_mesh(topology=file, data=8)
-        ours = shardc.function(lambda x: x.sum(1), mesh=mesh, in_placements={"x": {}}, out_placements={})
-        found[seconds] = ours.plan(x)
-    cheap, dear = found.values()
-    assert not cheap.collectives and {c.kind for c in dear.collectives} == {"all_gather"}
-    assert dear.time.memory == pytest.approx(1e-3 * 100 * 64, rel=1e-3)
-    assert dear.added_seconds == pytest.approx(dear.time.total - dear.time.launch, rel=1e-2)
+        plans.append(
+            shardc.function(lambda x: jnp.sin(x).sum(1), mesh=mesh, in_placements={"x": {"data": S(0)}}).plan(x)
+        )
+    less, more = plans
+    assert more.time.memory - less.time.memory == pytest.approx(1e-3 * 2 * 100 * 64)
+    assert more.outputs == less.outputs
+
+
+def test_small_products_of_a_batch_reach_a_share() -> None:
+    times = []
+    for width in (16, 64):
+        x = jax.ShapeDtypeStruct((8, 64, width), jnp.float32)
+        mesh = shardc.make_mesh(
+            topology=slow_machine(shares=(("batched", 0.5),), memory_bandwidth=1e15).to_json(), data=8
+        )
+        ours = shardc.function(
+            lambda x: jnp.einsum("bmk,bnk->bmn", x, x), mesh=mesh, in_placements={"x": {"data": S(0)}}
+        )
+        times.append(ours.plan(x).time.compute)
+    assert times[1] == pytest.approx(2 * times[0])  # of four times the operations
 
 
 def test_a_convolution_takes_time_to_start() -> None:
