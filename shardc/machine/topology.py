@@ -289,13 +289,13 @@ TOPOLOGIES: Final[Mapping[str, Topology]] = MappingProxyType(
     {
         t.kind: replace(t, host_bandwidth=link, host_memory=memory * GB)
         for t in (
-            # [M] Fake devices of one host share its cores and memory: 8 devices on 2 cores. Measured by themselves:
-            # 54 Gop/s in products of width 512, 38 in those of width 128, 3 to 9 in batches as thin as 16; 14.5 GB/s; 0.9 ns
-            # (an addition) to 1.9 (an exponential) for an element; the dispatches. Fitted within these, and the start
-            # of a convolution, to the steps of benchmarks/clock.md.
+            # [M] Fake devices of one host share its cores and memory: 8 devices on 2 cores. Measured by themselves: 54
+            # Gop/s in products of width 512, 38 in those of width 128, 3 to 9 in batches with a side of 16; 14.5
+            # GB/s; 0.9 ns (an addition) to 1.9 (an exponential) for an element; the dispatches. Fitted within these,
+            # and the start of a convolution, to the steps of benchmarks/clock.md.
             Topology("cpu", 4e10, 1.5e10, 4 * GB, 1e-4, (Fabric("switch", 6e8, 2e-7),), overlaps=False, cached=True,
                      combined=(("all_reduce", ANY),), backend="cpu",
-                     shares=(("batched", 0.17),), starts=(("convolution", 6e-4),), element=7e-10, dispatch=1e-4,
+                     shares=(("thin", 0.15),), starts=(("convolution", 6e-4),), element=6e-10, dispatch=1e-4,
                      dispatch_array=5e-7),
             _tpu("v4", _Chip(2.75e14, 1.2e12, 32), 4.5e10, (16, 16, 16), _V4_V5),
             _tpu("v5e", _Chip(1.97e14, 8.1e11, 16, (("int8", 3.94e14),)), 4.5e10, (16, 16), _V4_V5),

@@ -109,7 +109,7 @@ def calibrate(mesh: Mesh, *, sizes: Sequence[int] = SIZES, turns: int = 5, width
         machine = replace(
             machine, dispatch=watch.idle, dispatch_array=measure_array(mesh, watch),
             element=measure_element(mesh, max(sizes), watch),
-            shares=(("batched", measure_batch(mesh, watch) / rates["float32"]),),
+            shares=(("thin", measure_thin(mesh, watch) / rates["float32"]),),
             starts=(("convolution", measure_convolution(mesh, watch)),),
         )  # fmt: skip
     return Calibration(machine, samples, fits)
@@ -283,8 +283,8 @@ def measure_convolution(mesh: Mesh, watch: Watch) -> float:
     return watch(_on_each(mesh, chain), _on(mesh, np.ones((8 * mesh.size, 8, 8, 8), np.float32))) / CHAIN
 
 
-def measure_batch(mesh: Mesh, watch: Watch) -> float:
-    """Operations per second of a batch of thin products on each device, all at once."""
+def measure_thin(mesh: Mesh, watch: Watch) -> float:
+    """Operations per second of thin products on each device, all at once."""
     batch, rows, width = 32, 128, 16
 
     def chain(x: jax.Array) -> jax.Array:

@@ -28,7 +28,7 @@ def calibration_text(found: Calibration, width: int | None = None) -> str:
         "for each argument and result on each device.",
         f"A device computes an element in {seconds_text(machine.element)}; "
         + "; ".join([f"a {kind} starts in {seconds_text(s)}" for kind, s in machine.starts])
-        + "".join([f"; small products of a batch reach {percent_text(s)} of that rate" for _, s in machine.shares])
+        + "".join([f"; thin products reach {percent_text(s)} of that rate" for _, s in machine.shares])
         + ".",
     ]
     columns = ("axis", "collective", ">hop", ">rate", ">largest error", ">shortest", ">longest")

@@ -13,8 +13,8 @@ from jax import lax
 from shardc.sbp.placement import ReduceOp
 from shardc.sbp.signature import Operation, Partials, Rule, Site, Terms, bind_same, dims, linear, rule
 
-THIN: Final = 32
-"""Products of a batch with so few rows, columns or contracted elements are small (`Topology.shares`)."""
+THIN: Final = 16
+"""A product with so few rows, columns or contracted elements is thin, as are those of attention (`Topology.shares`)."""
 
 
 def bilinear(op: Operation) -> tuple[Partials, ...]:
@@ -48,16 +48,12 @@ def dot_general(op: Operation) -> Rule:
         neutral={0: "zero", 1: "zero"},
         terms=_terms(op),
         flops=2.0 * math.prod(sizes.values()),
-        kind="batched" if batch[0] and _is_thin(names, sizes) else "",
+        kind="thin" if _is_thin(sizes) else "",
     )
 
 
-def _is_thin(names: Sequence[Sequence[str]], sizes: Mapping[str, int]) -> bool:
-    """Whether the rows, columns or contracted dimensions of the products of a batch are few."""
-    kinds = {f[0]: 1 for side in names for f in side}
-    for f, size in sizes.items():
-        kinds[f[0]] *= size
-    return min((n for kind, n in kinds.items() if kind != "b"), default=1) <= THIN
+def _is_thin(sizes: Mapping[str, int]) -> bool:
+    return min(math.prod(n for f, n in sizes.items() if f[0] == kind) for kind in "mnk") <= THIN
 
 
 def _terms(op: Operation) -> Terms:

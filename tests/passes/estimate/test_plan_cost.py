@@ -207,13 +207,11 @@ def test_light_operations_count_their_elements() -> None:
     assert more.outputs == less.outputs
 
 
-def test_small_products_of_a_batch_reach_a_share() -> None:
+def test_thin_products_reach_a_share() -> None:
     times = []
     for width in (16, 64):
         x = jax.ShapeDtypeStruct((8, 64, width), jnp.float32)
-        mesh = shardc.make_mesh(
-            topology=slow_machine(shares=(("batched", 0.5),), memory_bandwidth=1e15).to_json(), data=8
-        )
+        mesh = shardc.make_mesh(topology=slow_machine(shares=(("thin", 0.5),), memory_bandwidth=1e15).to_json(), data=8)
         ours = shardc.function(
             lambda x: jnp.einsum("bmk,bnk->bmn", x, x), mesh=mesh, in_placements={"x": {"data": S(0)}}
         )
