@@ -1,10 +1,11 @@
 """Planned seconds beside measured steps. benchmarks/clock.md has the results.
 
-    python -m benchmarks.clock [--models lstm gpt2] [--sizes tiny larger] [--turns 7] [--json FILE]
+    python -m benchmarks.clock [--models lstm gpt2] [--sizes tiny larger] [--turns 7] [--json FILE] [--pipelines]
 
 For each model of the zoo, an LSTM and a GRU, at two sizes and in up to three plans, on eight fake CPU devices as users
-have them: `plan.seconds`, the measured step, and the step of `jax.jit` with the plan's borders, by turns. A process of
-its own for each model and size.
+have them: `plan.seconds`, the measured step, and the step of `jax.jit` with the plan's borders, by turns. With
+`--pipelines` those of the zoo instead: two stages, four microbatches, 1f1b; jit runs none. A process of its own for
+each model and size.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ from benchmarks.tables import Rows, new_table, start
 
 PLANS = 3
 """Of each model, at most."""
+STAGES = 2
 FAR = 5
 SIZES: Mapping[str, Mapping[str, tuple[Mapping[str, Any], int]]] = {
     "mlp": {"tiny": ({}, 64), "larger": ({"blocks": 4, "hidden": 1024}, 512)},
@@ -58,6 +61,22 @@ def cases(models: Sequence[str]) -> list[Case]:
     return [c for mine in by_model.values() for c in mine[:PLANS]]
 
 
+def pipelines(models: Sequence[str]) -> list[Case]:
+    """The pipelines of the models that have blocks."""
+    mesh = (("pipe", STAGES), ("data", 2), ("model", 2))
+    return [Case(m, "pipeline", mesh) for m in models if ALL[m].blocks and "pipeline" in ALL[m].plans]
+
+
+def hooks(case: Case, cfg: Any) -> list[Any]:
+    """What cuts the step of a pipeline into microbatches and stages."""
+    if case.plan != "pipeline" or case.zoo.blocks is None:
+        return []
+    import shardc  # noqa: PLC0415  the environment is set before JAX is imported
+    from examples.plans.stages import between  # noqa: PLC0415
+
+    return [partial(shardc.accumulate, microbatches=4), between(case.zoo.blocks(cfg), STAGES)]
+
+
 def measure(case: Case, size: str, turns: int) -> None:
     import jax  # noqa: PLC0415  the environment is set before JAX is imported
 
@@ -66,17 +85,18 @@ def measure(case: Case, size: str, turns: int) -> None:
 
     changes, rows = SIZES[case.model][size]
     cfg = replace(case.zoo.configs["tiny"], **changes)
-    init_fn, step_fn = case.zoo.make_step(cfg)
+    init_fn, step_fn = case.zoo.make_step(cfg, *hooks(case, cfg))
     args = jax.tree.map(np.asarray, (*jax.jit(init_fn)(jax.random.key(0)), next(case.zoo.batches(cfg, rows, 0))))
     mesh = shardc.make_mesh(**dict(case.mesh))
     ours = shardc.function(mesh=mesh, **case.options)(step_fn)
     plan = ours.plan(*args)
     placed = [shardc.put(args, mesh, plan.in_placements) for _ in range(2)]
-    both = ours, jitted(step_fn, plan, mesh, case.options)
+    both = ours, ours if case.plan == "pipeline" else jitted(step_fn, plan, mesh, case.options)
     loops = [Loop(fn, mine[:-1], mine[-1]) for fn, mine in zip(both, placed, strict=True)]
     time = by_turns(*loops, turns)
+    moves = [c for _, c in plan.moves] if case.plan == "pipeline" else plan.collectives
     report(case=str(case), size=size, planned=plan.seconds, parts=vars(plan.time), time=time,
-           collectives=sum(c.count for c in plan.collectives))  # fmt: skip
+           collectives=sum(c.count for c in moves))  # fmt: skip
 
 
 def show(rows: Rows, console: Console) -> None:
@@ -116,6 +136,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--sizes", nargs="+", choices=("tiny", "larger"), default=("tiny", "larger"))
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser.add_argument("--pipelines", action="store_true")
     parser.add_argument("--measure", nargs="+", type=Case.parse, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.measure:
@@ -125,8 +146,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = Console() if sys.stdout.isatty() else Console(width=140)
     rows: Rows = []
     for model in options.models:
-        named = list(map(str, cases([model])))
-        for size in options.sizes:
+        named = list(map(str, (pipelines if options.pipelines else cases)([model])))
+        for size in options.sizes if named else ():
             more = ["--sizes", size, "--turns", str(options.turns)]
             rows += start("benchmarks.clock", "--measure", *named, *more, env=fake_cpu(8))
             if options.json:

@@ -15,7 +15,6 @@ from shardc.errors import FlowError, all_offenders
 from shardc.ir.walk import itemsize_of, local_shape
 from shardc.machine.mesh import AnyMesh, view
 from shardc.passes.trace.trace import Arguments, is_array, path_text
-from shardc.pipeline.plan import HOST_SECONDS
 from shardc.sbp.layout import is_plain, physical_spec
 from shardc.sbp.placement import Placement
 from shardc.sbp.signature import is_extended
@@ -176,7 +175,7 @@ class FunctionWork:
         self.gives = [self._place(mesh, p) for p in self.plan.outputs]
         self.out_tree = self.plan.program.out_tree
         self.results = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in self.plan.program.out_avals]
-        self.seconds = max(self.plan.seconds, HOST_SECONDS)
+        self.seconds = max(self.plan.seconds, view(self.meshes[0]).topology.dispatch)
         memory = self.plan.memory
         self.peak = max(0, memory.peak - memory.arguments) if mesh is not None else 0
 

@@ -132,6 +132,13 @@ class Topology:
         what is reached.
       host_bandwidth: bytes/s one way between the device and the memory of its host; 0: unknown, nothing can live there.
       host_memory: bytes of it for each device.
+      shares: by kind of operation (`Rule.kind`), the share of the rate of products that it reaches; others reach all.
+      starts: by kind of operation, seconds of each execution besides its arithmetic and memory.
+      element: seconds for each element that an elementwise operation computes or a reduction reads, besides memory. It
+        does not count when placements are chosen.
+      dispatch: seconds that the host takes to launch a program. Fake CPU devices share its cores: there it adds to the
+        time of each program. Elsewhere the host runs ahead, and a task of a pipeline takes at least this long.
+      dispatch_array: seconds besides, for each argument and result on each fake device.
     """
 
     kind: str
@@ -152,6 +159,11 @@ class Topology:
     reached: float = 1.0
     host_bandwidth: float = 0.0
     host_memory: int = 0
+    shares: tuple[tuple[str, float], ...] = ()
+    starts: tuple[tuple[str, float], ...] = ()
+    element: float = 0.0
+    dispatch: float = 0.0
+    dispatch_array: float = 0.0
 
     def fabric(self, dim: int) -> Fabric:
         return self.fabrics[min(dim, len(self.fabrics) - 1)]
@@ -160,9 +172,9 @@ class Topology:
         """Matrix operations per second on operands of a type, by its name, as the data sheet has them."""
         return dict(self.rates).get(dtype, self.flops)
 
-    def flops_in(self, dtype: str) -> float:
-        """Matrix operations per second that are reached on operands of a type."""
-        return self.reached * self.peak_in(dtype)
+    def flops_in(self, dtype: str, kind: str = "") -> float:
+        """Operations per second that a kind of operation reaches on operands of a type."""
+        return self.reached * self.peak_in(dtype) * dict(self.shares).get(kind, 1.0)
 
     @property
     def memory_rate(self) -> float:
@@ -183,16 +195,22 @@ class Topology:
     def to_json(self) -> str:
         """The text of a file for `make_mesh(topology="file.json")`."""
         data = {k: v for k, v in asdict(self).items() if k not in _NOT_IN_FILES}
-        data |= {"rates": dict(self.rates), "together": dict(self.together), "combined": dict(self.combined)}
+        data |= {name: dict(getattr(self, name)) for name in _TABLES}
         data["fabrics"] = [f | {"rates": dict(f["rates"])} for f in data["fabrics"]]
         return json.dumps(data, indent=1)
 
 
 _NOT_IN_FILES: Final = ("layout", "pod")
+_TABLES: Final = ("rates", "together", "combined", "shares", "starts")
+"""Fields that are objects in files, from names to numbers."""
 
 
 def _hops(span: AxisSpan) -> int:
     return span.stride if span.fabric.kind == "torus" else 1
+
+
+_DISPATCH: Final = 5e-5
+"""[G] Seconds that the host of an accelerator takes to launch a program, such as a task of a pipeline."""
 
 
 class _Chip(NamedTuple):
@@ -214,7 +232,7 @@ def _tpu(kind: str, chip: _Chip, link: float, pod: tuple[int, ...], reached: flo
     combined = (("all_reduce", 30.0 * MiB),)  # [M]
     return Topology(
         kind, chip.flops, chip.memory, chip.hbm * GB, 1e-6, fabrics, chip.rates, pod=pod, together=most,
-        combined=combined, backend="tpu", reached=reached,
+        combined=combined, backend="tpu", reached=reached, dispatch=_DISPATCH,
     )  # fmt: skip
 
 
@@ -234,7 +252,7 @@ def _gpu(kind: str, chip: _Chip, reached: float, nvlink: float, domain: int, net
     combined = tuple((kind, 30.0 * MiB) for kind in ("all_reduce", "all_gather", "reduce_scatter"))  # [X]
     return Topology(
         kind, chip.flops, chip.memory, chip.hbm * GB, 6.6e-6, fabrics, chip.rates, combined=combined,
-        reached=reached,
+        reached=reached, dispatch=_DISPATCH,
     )  # fmt: skip
 
 
@@ -271,9 +289,14 @@ TOPOLOGIES: Final[Mapping[str, Topology]] = MappingProxyType(
     {
         t.kind: replace(t, host_bandwidth=link, host_memory=memory * GB)
         for t in (
-            # [M] Fake devices of one host share its cores and memory: 8 devices on 2 cores.
-            Topology("cpu", 1e10, 4e9, 4 * GB, 1e-4, (Fabric("switch", 6e8, 2e-7),), overlaps=False, cached=True,
-                     combined=(("all_reduce", ANY),), backend="cpu"),
+            # [M] Fake devices of one host share its cores and memory: 8 devices on 2 cores. Measured by themselves: 54
+            # Gop/s in products of width 512, 38 in those of width 128, 3 to 9 in batches with a side of 16; 14.5
+            # GB/s; 0.9 ns (an addition) to 1.9 (an exponential) for an element; the dispatches. Fitted within these,
+            # and the start of a convolution, to the steps of benchmarks/clock.md.
+            Topology("cpu", 4e10, 1.5e10, 4 * GB, 1e-4, (Fabric("switch", 6e8, 2e-7),), overlaps=False, cached=True,
+                     combined=(("all_reduce", ANY),), backend="cpu",
+                     shares=(("thin", 0.15),), starts=(("convolution", 6e-4),), element=6e-10, dispatch=1e-4,
+                     dispatch_array=5e-7),
             _tpu("v4", _Chip(2.75e14, 1.2e12, 32), 4.5e10, (16, 16, 16), _V4_V5),
             _tpu("v5e", _Chip(1.97e14, 8.1e11, 16, (("int8", 3.94e14),)), 4.5e10, (16, 16), _V4_V5),
             _tpu("v5p", _Chip(4.59e14, 2.8e12, 95, (("int8", 9.18e14),)), 9e10, (16, 20, 28), _V4_V5),
@@ -457,7 +480,10 @@ def topology_from_json(text: str, where: str = "The topology") -> Topology:
         raise MeshError(f'{where}: "shape" must be a list of positive whole numbers, not {shape!r}.')
     numbers = [_positive(data, name, where) for name in ("flops", "memory_bandwidth", "hbm")]
     launch = _positive(data, "launch", where, least=0.0)
-    host = [_positive({k: data.get(k, 0)}, k, where, least=0.0) for k in ("host_bandwidth", "host_memory")]
+    host, memory, element, dispatch, array = (
+        _positive({k: data.get(k, 0)}, k, where, least=0.0)
+        for k in ("host_bandwidth", "host_memory", "element", "dispatch", "dispatch_array")
+    )
     overlaps, cached = data.get("overlaps", True), data.get("cached", False)
     for name, flag in {"overlaps": overlaps, "cached": cached}.items():
         if not isinstance(flag, bool):
@@ -471,7 +497,8 @@ def topology_from_json(text: str, where: str = "The topology") -> Topology:
         kind, numbers[0], numbers[1], int(numbers[2]), launch, read, _rates(data, where), tuple(cast(list[int], shape)),
         overlaps=overlaps, together=_rates(data, where, "together"), cached=cached,
         combined=_rates(data, where, "combined"), backend=backend, reached=reached,
-        host_bandwidth=host[0], host_memory=int(host[1]),
+        host_bandwidth=host, host_memory=int(memory), shares=_rates(data, where, "shares"),
+        starts=_rates(data, where, "starts"), element=element, dispatch=dispatch, dispatch_array=array,
     )  # fmt: skip
 
 

@@ -20,7 +20,7 @@ from shardc.pipeline.cut_search.split_scans import Pieces, whole_program
 from shardc.pipeline.memory import working_bytes
 from shardc.pipeline.options import Pipeline, PipelineRequest
 from shardc.pipeline.place_stages import Stage, StagePlacer
-from shardc.pipeline.plan import HOST_SECONDS, MpmdPlan, arguments_of, results_of, task_seconds
+from shardc.pipeline.plan import MpmdPlan, arguments_of, results_of, task_seconds
 from shardc.pipeline.rank_memory import too_large
 from shardc.pipeline.schedule.action import Action
 from shardc.pipeline.schedule.costs import StageCosts
@@ -172,7 +172,8 @@ class _Search:
         recomputed = {*_recomputed(r.pipeline, len(rank_of), r.where), *recompute}
         views = [r.views[k] for k in rank_of]
         arguments = [*r.arguments, *[Argument()] * (len(r.program.in_paths) - len(r.arguments))]
-        return cut_automatically(r.program, Wanted(views, arguments, ordered, recomputed, scale, HOST_SECONDS, r.where))
+        least = max(v.topology.dispatch for v in views)
+        return cut_automatically(r.program, Wanted(views, arguments, ordered, recomputed, scale, least, r.where))
 
 
 def _fitting() -> CheapestThatFits[MpmdPlan]:

@@ -33,9 +33,6 @@ from shardc.plan.request import Argument
 from shardc.runtime.actor import Channel, Network
 from shardc.sbp.placement import Pin, Placement, local_shape
 
-HOST_SECONDS = 5e-5
-"""Seconds that the host takes to launch a task: a lower bound on the cost of a task."""
-
 
 @dataclass(frozen=True)
 class Transfer:
@@ -352,4 +349,4 @@ def _sent(aval: Any, placement: Placement, mesh: MeshView) -> int:
 
 def task_seconds(plan: PlacedProgram | None) -> float:
     """Seconds of one execution of a task with this plan."""
-    return 0.0 if plan is None else max(plan.seconds, HOST_SECONDS)
+    return 0.0 if plan is None else max(plan.seconds, plan.mesh.topology.dispatch)

@@ -24,6 +24,7 @@ from shardc.passes.trace.find_signatures import found_of
 from shardc.plan.borders import Border, may_replace
 from shardc.plan.request import Argument, Request
 from shardc.plan.rewrites import RewriteTrial
+from shardc.sbp.cost import launch_seconds
 from shardc.sbp.placement import Placement
 from shardc.sbp.signature import has_rule
 
@@ -121,10 +122,11 @@ class PlacedProgram:
         """Each planned collective: kind, axes, bytes sent per device (all executions), count, source line."""
         return self.cost.collectives
 
-    @property
+    @cached_property
     def time(self) -> Time:
-        """Seconds of one call: computing, memory, each kind of collective, and what overlaps."""
-        return self.cost.time
+        """Seconds of one call: computing, memory, each kind of collective, what overlaps, and the launch."""
+        arrays = len(self.boxed.jaxpr.invars) + len(self.boxed.jaxpr.outvars)
+        return self.cost.time + Time(launch=launch_seconds(arrays, self.mesh))
 
     @property
     def seconds(self) -> float:

@@ -10,7 +10,7 @@ from shardc.arrays.remote import SMALL, bytes_of, is_small
 from shardc.machine.mesh import MeshView
 from shardc.passes.estimate.plan_cost import Time
 from shardc.pipeline.place_stages import Stage
-from shardc.pipeline.plan import HOST_SECONDS, MpmdPlan
+from shardc.pipeline.plan import MpmdPlan
 from shardc.pipeline.schedule.action import Action
 from shardc.pipeline.schedule.simulate import Timeline
 from shardc.plan.borders import Border
@@ -226,7 +226,7 @@ def _tasks(plan: MpmdPlan, timeline: Timeline) -> Section:
         busy = sum(plan.cost(label) * times for found in steps.values() for label, times in found)
         return (*(seconds_text(s) if s else "-" for s in each), seconds_text(busy), _share(busy, timeline.makespan))
 
-    least = seconds_text(HOST_SECONDS)
+    least = seconds_text(plan.mesh.topology.dispatch)
     title = f"Tasks: time of one execution, at least {least} for its launch; a dash: nothing to compute"
     columns = ("stages", *(f">{k}" for k in kinds), ">busy per call", ">share")
     return Section(title, columns, _alike(map(row, all_steps)))

@@ -335,16 +335,17 @@ class RingTime(NamedTuple):
     total: Any
 
 
-def ring_time(work: RingWork, mesh: MeshView, axis: str, dtype: Any) -> RingTime:
+def ring_time(work: RingWork, mesh: MeshView, axis: str, dtype: Any, kind: str = "") -> RingTime:
     """The time of a product in pieces. Half of the pieces come from either side; while the pieces of one step move,
     those of the step before are multiplied.
 
     Args:
       axis: the mesh axis that the pieces go around.
       dtype: of the operands.
+      kind: of the product.
     """
     n = mesh.sizes[axis]
-    each = heavy_seconds(work.flops, work.memory, mesh, dtype) + memory_seconds(work.added, mesh)
+    each = heavy_seconds(work.flops, work.memory, mesh, dtype, kind=kind) + memory_seconds(work.added, mesh)
     held, late, wires = memory_seconds(work.piece, mesh), _hop_latency(mesh, axis), _hop_wires(mesh, axis)
     one, two = (np.maximum(work.piece * wire / FEMTO, k * held) + late for k, wire in enumerate(wires, 1))
     pairs, alone = (n - 1) // 2, (n + 1) % 2  # pairs of pieces that move at once; whether one piece moves alone
@@ -386,7 +387,7 @@ def light_seconds(memory: float, mesh: MeshView) -> float:
     return LIGHT * memory_seconds(memory, mesh)
 
 
-def heavy_seconds(flops: Any, memory: Any, mesh: MeshView, dtype: Any, passes: float = 0.0) -> Any:
+def heavy_seconds(flops: Any, memory: Any, mesh: MeshView, dtype: Any, passes: float = 0.0, kind: str = "") -> Any:
     """Roofline time of a heavy local piece, or of arrays of them.
 
     Args:
@@ -394,11 +395,20 @@ def heavy_seconds(flops: Any, memory: Any, mesh: MeshView, dtype: Any, passes: f
       memory: bytes that it reads and writes in one pass.
       dtype: of its operands; matrix units are faster in some.
       passes: how often it goes through this memory, at least once.
+      kind: of operation; some are slower, or take time to start.
     """
     moved = max(passes, 1.0) * memory / mesh.topology.memory_rate
-    return np.maximum(flops / mesh.topology.flops_in(str(dtype)), moved)
+    machine = mesh.topology
+    return np.maximum(flops / machine.flops_in(str(dtype), kind), moved) + dict(machine.starts).get(kind, 0.0)
 
 
 def memory_seconds(memory: float, mesh: MeshView) -> float:
     """Time to read and write `memory` bytes."""
     return memory / mesh.topology.memory_rate
+
+
+def launch_seconds(arrays: int, mesh: MeshView) -> float:
+    """Time of the host to launch a program with so many arguments and results, where it shares its cores with the
+    devices; elsewhere it runs ahead of them."""
+    machine = mesh.topology
+    return machine.dispatch + arrays * mesh.size * machine.dispatch_array if machine.backend == "cpu" else 0.0

@@ -105,7 +105,7 @@ def ring_price(ring: Ring, rule: Rule, op: Operation, held: Sequence[Any], flops
     else:
         wide = rule.terms.dtype.itemsize / result.dtype.itemsize
         work = RingWork(held[port], flops / n, sum(read), 2 * wide * made)
-    return ring_time(work, mesh, ring.axis, dtype)
+    return ring_time(work, mesh, ring.axis, dtype, rule.kind)
 
 
 class Buffer(NamedTuple):

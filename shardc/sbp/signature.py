@@ -225,6 +225,8 @@ class Rule:
       flops: floating-point operations of the whole operation; 0 if it is bound by memory.
       passes: how often it reads and writes the memory of its operands and results. 0: once if it has `flops`, else it
         is light: bound by memory, and fused with other light operations.
+      kind: `elementwise`, `reduction`, `thin` (a product), `convolution` or none: some machines have times for these
+        (`Topology.shares`, `starts`, `element`).
     """
 
     operands: tuple[Factors, ...]
@@ -240,6 +242,7 @@ class Rule:
     terms: Terms | None = None
     flops: float = 0.0
     passes: float = 0.0
+    kind: str = ""
 
     @property
     def is_heavy(self) -> bool:

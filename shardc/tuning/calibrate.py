@@ -1,4 +1,5 @@
-"""Measures this machine: the speed of its devices' matrix products and memory, and the costs of their collectives.
+"""Measures this machine: the speed of its devices' matrix products and memory, and the costs of their collectives; of
+fake CPU devices also launches, and operations that are slow there.
 
 The times of each collective along each mesh axis, for several sizes, are fitted by the formulas of `shardc.sbp.cost`:
 seconds = start + hops · latency + bytes / rate, with one start for the machine, a latency for each axis and a rate for
@@ -12,8 +13,8 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import dataclass, replace
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -102,8 +103,15 @@ def calibrate(mesh: Mesh, *, sizes: Sequence[int] = SIZES, turns: int = 5, width
     machine = Topology(
         f"{known.kind}-measured", rates["bfloat16"], measure_memory(mesh, 4 * max(sizes), watch), known.hbm, launch,
         fabrics, tuple(rates.items()), tuple(mesh.shape[a] for a in reversed(axes)), overlaps=known.overlaps,
-        cached=known.cached, combined=known.combined, backend=known.backend,
+        cached=known.cached, combined=known.combined, backend=known.backend, dispatch=known.dispatch,
     )  # fmt: skip
+    if known.backend == "cpu":  # elsewhere the host runs ahead of the devices
+        machine = replace(
+            machine, dispatch=watch.idle, dispatch_array=measure_array(mesh, watch),
+            element=measure_element(mesh, max(sizes), watch),
+            shares=(("thin", measure_thin(mesh, watch) / rates["float32"]),),
+            starts=(("convolution", measure_convolution(mesh, watch)),),
+        )  # fmt: skip
     return Calibration(machine, samples, fits)
 
 
@@ -161,7 +169,7 @@ class Watch:
         self._group = group_of_mesh(mesh)
         self.idle = self(jax.jit(jnp.negative), _on(mesh, np.ones(mesh.size, np.float32)))
 
-    def __call__(self, call: Callable[[jax.Array], jax.Array], x: jax.Array) -> float:
+    def __call__(self, call: Callable[[Any], Any], x: Any) -> float:
         jax.block_until_ready(call(x))  # compiles
         times: list[float] = []
         for _ in range(self.turns):
@@ -251,3 +259,51 @@ def measure_memory(mesh: Mesh, held: int, watch: Watch) -> float:
 
     x = _on(mesh, np.ones(held // 4 * mesh.size, np.float32))
     return 2 * held * CHAIN / watch(_on_each(mesh, passes), x)
+
+
+def measure_array(mesh: Mesh, watch: Watch) -> float:
+    """Seconds that each further argument and result of a program takes on each device."""
+    x = [_on(mesh, np.ones(mesh.size, np.float32))] * (1 + ARRAYS)
+    return watch(jax.jit(lambda x: [-a for a in x]), x) / (2 * ARRAYS * mesh.size)
+
+
+ARRAYS: Final = 64
+
+
+def measure_convolution(mesh: Mesh, watch: Watch) -> float:
+    """Seconds of a convolution with next to no arithmetic, on all devices at once."""
+
+    def chain(x: jax.Array) -> jax.Array:
+        for _ in range(CHAIN):
+            x = lax.conv_general_dilated(
+                x, jnp.full((3, 3, 8, 8), 1e-2, x.dtype), (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+            )
+        return x
+
+    return watch(_on_each(mesh, chain), _on(mesh, np.ones((8 * mesh.size, 8, 8, 8), np.float32))) / CHAIN
+
+
+def measure_thin(mesh: Mesh, watch: Watch) -> float:
+    """Operations per second of thin products on each device, all at once."""
+    batch, rows, width = 32, 128, 16
+
+    def chain(x: jax.Array) -> jax.Array:
+        for _ in range(CHAIN):
+            x = jnp.einsum("bmn,bnk->bmk", jnp.einsum("bmk,bnk->bmn", x, x) / rows, x)
+        return x
+
+    x = _on(mesh, np.ones((batch * mesh.size, rows, width), np.float32))
+    return 4 * batch * rows * rows * width * CHAIN / watch(_on_each(mesh, chain), x)
+
+
+def measure_element(mesh: Mesh, held: int, watch: Watch) -> float:
+    """Seconds for each element of an exponential and a sum along rows, on all devices at once."""
+    rows = max(1, held // 4 // 512)
+
+    def chain(x: jax.Array) -> jax.Array:
+        for _ in range(CHAIN):
+            x = lax.exp(x) + 1e-9 * x.sum(-1, keepdims=True)
+        return x
+
+    x = _on(mesh, np.zeros((rows * mesh.size, 512), np.float32))
+    return watch(_on_each(mesh, chain), x) / CHAIN / rows / 512 / 4

@@ -23,9 +23,17 @@ def calibration_text(found: Calibration, width: int | None = None) -> str:
         f"{machine.kind}: each device multiplies matrices at {products}; reads and writes "
         f"{rate_text(machine.memory_bandwidth, 'B/s')}; a collective starts in {seconds_text(machine.launch)}."
     )
+    lines = [
+        f"The host launches a program in {seconds_text(machine.dispatch)}, with {seconds_text(machine.dispatch_array)} "
+        "for each argument and result on each device.",
+        f"A device computes an element in {seconds_text(machine.element)}; "
+        + "; ".join([f"a {kind} starts in {seconds_text(s)}" for kind, s in machine.starts])
+        + "".join([f"; thin products reach {percent_text(s)} of that rate" for _, s in machine.shares])
+        + ".",
+    ]
     columns = ("axis", "collective", ">hop", ">rate", ">largest error", ">shortest", ">longest")
     fits = Section("Collectives: seconds = start + hops x hop + bytes sent / rate", columns, rows)
-    return report_text((Section(head), fits), width)
+    return report_text((Section(head, lines=lines * bool(machine.dispatch_array)), fits), width)
 
 
 def rate_text(rate: float, unit: str) -> str:

@@ -9,7 +9,6 @@ import pytest
 
 import shardc
 from shardc import S
-from shardc.pipeline.plan import HOST_SECONDS
 from shardc.report.explain import sections_of
 from tests.report import pipelines
 
@@ -112,7 +111,7 @@ def test_the_time_of_each_rank_is_split_by_what_it_goes_to(which, request):
     for part in ("compute", "memory", "all_gather", "all_reduce", "reduce_scatter", "overlapped"):
         each = sum(n * getattr(p.time, part) for p, n in runs)
         assert sum(getattr(t, part) for t in times) == pytest.approx(each, rel=1e-12)
-    launched = sum(n * max(0.0, HOST_SECONDS - p.seconds) for p, n in runs)
+    launched = sum(n * max(0.0, plan.mesh.topology.dispatch - p.seconds) for p, n in runs)
     assert sum(t.launch for t in times) == pytest.approx(launched, rel=1e-12) and launched > 0
 
 

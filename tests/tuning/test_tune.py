@@ -14,7 +14,7 @@ import shardc
 from shardc import S
 from shardc.errors import ArgumentError, MeshError, PipelineError, PlacementError, ShardcError
 from shardc.machine.mesh import view
-from shardc.pipeline.plan import HOST_SECONDS
+from shardc.machine.topology import TOPOLOGIES
 from shardc.pipelines import PipelinePlan
 from tests.pipeline.pipelines import batch, dense, error, layers, training
 
@@ -256,7 +256,7 @@ def test_time_of_a_pipeline_is_that_of_its_tasks_plans():
     piped = [c for c in found.candidates if c.pipeline is not None]
     assert piped
     for c in piped:  # of tasks as short as these each takes as long as its launch
-        assert c.seconds >= 2 * (4 + 1) * HOST_SECONDS
+        assert c.seconds >= 2 * (4 + 1) * TOPOLOGIES["v5p"].dispatch
         assert c.seconds == pytest.approx(c.plan.seconds, rel=1e-3)
 
 

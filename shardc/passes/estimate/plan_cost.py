@@ -24,7 +24,17 @@ from shardc.ir.memory_move import MemorySpace, is_memory_move
 from shardc.ir.nested import NESTED, bodies_of, trips_of
 from shardc.ir.transfer import is_transfer
 from shardc.ir.user_shard_map import is_unit, unit_body, unit_moves
-from shardc.ir.walk import all_eqns, bytes_of, executions, local_bytes, operation_of, setting_of, short_aval, work_dtype
+from shardc.ir.walk import (
+    all_eqns,
+    bytes_of,
+    executions,
+    itemsize_of,
+    local_bytes,
+    operation_of,
+    setting_of,
+    short_aval,
+    work_dtype,
+)  # fmt: skip
 from shardc.machine.mesh import MeshView
 from shardc.passes.estimate.combine import Started, combinations
 from shardc.passes.estimate.overlap import overlapped_seconds
@@ -55,8 +65,7 @@ class Time:
       memory: operations bound by memory, and light operations.
       all_reduce, all_gather, reduce_scatter, all_to_all, permute: collectives of each kind.
       overlapped: the part of the collectives that overlaps with computation.
-      launch: of a pipeline, the time by which its shortest tasks take longer than they compute, for the host to launch
-        them.
+      launch: the time by which programs take longer than their devices compute, for the host to launch them.
       wait: of a pipeline, for other ranks and for their messages.
       host: moving values to and from the memory of the host. It is taken to overlap with nothing.
       overlapped_reductions: the part of `overlapped` that is reductions, most of them of gradients.
@@ -287,6 +296,8 @@ class _CostWalk:
         light = plain.union([eqn for eqn in others if self.is_light(eqn)])
         moved = fused_bytes(jaxpr, light, {eqn for eqn in others if _is_same(eqn)}, self.held)
         fused = memory_seconds(moved, self.mesh)
+        if element := self.mesh.topology.element:
+            fused += element * sum(map(self.elements, light))
         if self.each is not None:
             self.share_out(times, light, fused, trips)
         return sum(times.values(), hidden + Time(memory=fused))
@@ -321,6 +332,12 @@ class _CostWalk:
         for eqn, size in touched.items():
             found = self.each.setdefault(eqn, EquationCost(Time(), ()))
             found.time += Time(memory=fused * trips * (size / whole if whole else 0.0))
+
+    def elements(self, eqn: Eqn) -> float:
+        """The elements that an elementwise operation computes or a reduction reads on a device; 0 for others."""
+        if eqn.primitive.name in _PARTICULAR or not self.rule(eqn).kind:
+            return 0.0
+        return max(self.held[a] / itemsize_of(a.aval) for a in (*compat.variables(eqn.invars), *eqn.outvars))
 
     def touched(self, eqn: Eqn) -> int:
         """Bytes that an operation reads and writes."""
@@ -577,7 +594,7 @@ def _seconds(eqn: Eqn, rule: Rule, memory: int, placements: Mapping[Var, Placeme
     if not rule.is_heavy:
         return light_seconds(memory, mesh)
     flops = device_flops(eqn, rule, placements, mesh)
-    return float(heavy_seconds(flops, memory, mesh, work_dtype(eqn), rule.passes))
+    return float(heavy_seconds(flops, memory, mesh, work_dtype(eqn), rule.passes, rule.kind))
 
 
 def device_flops(eqn: Eqn, rule: Rule, placements: Mapping[Var, Placement], mesh: MeshView) -> float:

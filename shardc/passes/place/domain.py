@@ -207,7 +207,7 @@ class Domains(ValueTables):
             for factor, size in n.rule.sizes(operation_of(n.equation)).items():
                 if factor in splits and size:
                     flops = flops / (size / -(-size // splits[factor]))
-            cost = heavy_seconds(flops, memory, self.mesh, work_dtype(n.equation), n.rule.passes)
+            cost = heavy_seconds(flops, memory, self.mesh, work_dtype(n.equation), n.rule.passes, n.rule.kind)
         else:
             cost = LIGHT * (memory / self.mesh.topology.memory_rate)
             for port, share in () if self.mesh.topology.cached else n.traffic:

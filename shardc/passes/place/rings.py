@@ -134,5 +134,5 @@ class _Offer:
             plain = self.domains.rows_of(self.values[port], columns[options[some]], orders[some])
             boxing[some] = table.seconds[(plain, around) if ring.operand is None else (around, plain)]
             memory[some] += table.local_bytes[plain] - held[port][some]
-        whole = boxing + heavy_seconds(flops, memory, mesh, work_dtype(self.node.equation))
+        whole = boxing + heavy_seconds(flops, memory, mesh, work_dtype(self.node.equation), kind=self.rule.kind)
         return found, whole - found - np.maximum(LEAST_SECONDS, LEAST_SHARE * whole)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +12,9 @@ from jax import lax
 
 from shardc.sbp.placement import ReduceOp
 from shardc.sbp.signature import Operation, Partials, Rule, Site, Terms, bind_same, dims, linear, rule
+
+THIN: Final = 16
+"""A product with so few rows, columns or contracted elements is thin, as are those of attention (`Topology.shares`)."""
 
 
 def bilinear(op: Operation) -> tuple[Partials, ...]:
@@ -45,7 +48,12 @@ def dot_general(op: Operation) -> Rule:
         neutral={0: "zero", 1: "zero"},
         terms=_terms(op),
         flops=2.0 * math.prod(sizes.values()),
+        kind="thin" if _is_thin(sizes) else "",
     )
+
+
+def _is_thin(sizes: Mapping[str, int]) -> bool:
+    return min(math.prod(n for f, n in sizes.items() if f[0] == kind) for kind in "mnk") <= THIN
 
 
 def _terms(op: Operation) -> Terms:

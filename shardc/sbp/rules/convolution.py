@@ -37,6 +37,7 @@ def convolution(op: Operation) -> Rule:
         granule={"g": max(features, batches)} if max(features, batches) > 1 else {},
         local=_convolve, windows=tuple(s.window for s in space if s.window), across=_convolve,
         flops=2.0 * math.prod(op.results[0].shape) * math.prod(kernel) / max(kernel[spec.rhs_spec[0]], 1),
+        kind="convolution",
     )  # fmt: skip
 
 

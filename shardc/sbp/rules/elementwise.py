@@ -31,6 +31,7 @@ def pointwise(op: Operation, partials: tuple[Partials, ...] = ()) -> Rule:
         ),
         tuple(names for _ in op.results),
         partials=partials,
+        kind="elementwise",
     )
 
 

@@ -46,6 +46,7 @@ def reduction(op: Operation, to: ReduceOp) -> Rule:
         reduced={names[a]: to for a in op.params["axes"]},
         partials=passes(1, (0,), ops=(to,)),
         neutral={0: NEUTRAL[to]},
+        kind="reduction",
     )  # fmt: skip
 
 

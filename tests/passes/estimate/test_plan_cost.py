@@ -196,3 +196,60 @@ def test_the_costs_of_equations_add_up_to_that_of_the_program() -> None:
     for kind in ("compute", "memory", *COLLECTIVES):
         assert getattr(found, kind) == pytest.approx(getattr(plan.time, kind))
     assert [c for cost in each.values() for c in cost.collectives] == list(plan.collectives)
+
+
+def slow_machine(**changes: Any) -> shardc.machine.topology.Topology:
+    return replace(shardc.machine.topology.TOPOLOGIES["cpu"], **changes)
+
+
+def test_the_launch_of_a_program_counts_on_fake_devices_alone() -> None:
+    def add(xs: Any) -> Any:
+        return [x + 1 for x in xs]
+
+    xs = [jax.ShapeDtypeStruct((8,), jnp.float32)] * 5
+    for kind, each in (("cpu", 1.0), ("v5p", 0.0)):
+        mesh = shardc.make_mesh(topology=kind, data=8)
+        machine = shardc.machine.topology.TOPOLOGIES[kind]
+        plan = shardc.function(add, mesh=mesh).plan(xs)
+        wanted = each * (machine.dispatch + 10 * 8 * machine.dispatch_array)
+        assert plan.time.launch == pytest.approx(wanted)
+        assert plan.seconds == pytest.approx(plan.time.computing + wanted)
+        assert (" launching" in plan.explain()) == bool(wanted)
+
+
+def test_light_operations_count_their_elements() -> None:
+    """In the plan's seconds alone: like the memory of light operations it chooses no placements on `cpu`."""
+    x, plans = jax.ShapeDtypeStruct((800, 64), jnp.float32), []
+    for seconds in (0.0, 1e-3):
+        file = slow_machine(element=seconds).to_json()
+        mesh = shardc.make_mesh(topology=file, data=8)
+        plans.append(
+            shardc.function(lambda x: jnp.sin(x).sum(1), mesh=mesh, in_placements={"x": {"data": S(0)}}).plan(x)
+        )
+    less, more = plans
+    assert more.time.memory - less.time.memory == pytest.approx(1e-3 * 2 * 100 * 64)
+    assert more.outputs == less.outputs
+
+
+def test_thin_products_reach_a_share() -> None:
+    times = []
+    for width in (16, 64):
+        x = jax.ShapeDtypeStruct((8, 64, width), jnp.float32)
+        mesh = shardc.make_mesh(topology=slow_machine(shares=(("thin", 0.5),), memory_bandwidth=1e15).to_json(), data=8)
+        ours = shardc.function(
+            lambda x: jnp.einsum("bmk,bnk->bmn", x, x), mesh=mesh, in_placements={"x": {"data": S(0)}}
+        )
+        times.append(ours.plan(x).time.compute)
+    assert times[1] == pytest.approx(2 * times[0])  # of four times the operations
+
+
+def test_a_convolution_takes_time_to_start() -> None:
+    x, w = jax.ShapeDtypeStruct((8, 3, 8, 8), jnp.float32), jax.ShapeDtypeStruct((4, 3, 3, 3), jnp.float32)
+    times = []
+    for seconds in (1e-9, 1.0):
+        mesh = shardc.make_mesh(topology=slow_machine(starts=(("convolution", seconds),)).to_json(), data=8)
+        ours = shardc.function(
+            lambda x, w: jax.lax.conv(x, w, (1, 1), "SAME"), mesh=mesh, in_placements={"x": {"data": S(0)}}
+        )
+        times.append(ours.plan(x, w).seconds)
+    assert times[1] - times[0] == pytest.approx(1.0)

@@ -15,9 +15,9 @@ import shardc.pipeline.plan
 from examples.zoo import MODELS
 from shardc import S
 from shardc.ir.nested import bodies_of
+from shardc.machine.topology import TOPOLOGIES
 from shardc.pipeline import make
 from shardc.pipeline.cut_search.auto_stages import cut_automatically
-from shardc.pipeline.plan import HOST_SECONDS
 from shardc.pipeline.schedule.simulate import simulate
 from tests.whole.test_parity import assert_close
 
@@ -272,7 +272,7 @@ def added(plan):
     def cost(label):
         found = plan.built.tasks.get(label)
         task = None if found is None else found[1].plan
-        return 0.0 if task is None else max(task.added_seconds, HOST_SECONDS)
+        return 0.0 if task is None else max(task.added_seconds, TOPOLOGIES["cpu"].dispatch)
 
     return simulate(plan.network, cost, plan.link).makespan
 
