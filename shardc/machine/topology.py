@@ -23,6 +23,8 @@ Sources of the figures, by the letter beside them:
       GB/s one way; between the halves of a chip six times as much.
   [P] Fitted to published training runs: benchmarks/published.md has the runs, and the errors on those that were kept
       out of the fit. One share for all figures of a machine: more are no better on TPUs, and do not hold elsewhere.
+  [F] Dao 2023, "FlashAttention-2": 50 to 73 % of the peak of an A100, forward and backward; large products reach 86 %
+      (Bekman, "Machine Learning Engineering").
   [G] Guessed here: no source.
 """
 
@@ -252,8 +254,12 @@ def _gpu(kind: str, chip: _Chip, reached: float, nvlink: float, domain: int, net
     combined = tuple((kind, 30.0 * MiB) for kind in ("all_reduce", "all_gather", "reduce_scatter"))  # [X]
     return Topology(
         kind, chip.flops, chip.memory, chip.hbm * GB, 6.6e-6, fabrics, chip.rates, combined=combined,
-        reached=reached, dispatch=_DISPATCH,
+        reached=reached, dispatch=_DISPATCH, shares=(("attention", _FLASH),),
     )  # fmt: skip
+
+
+_FLASH: Final = 0.72
+"""[F] Operations/s of a flash attention kernel, beside those of large products."""
 
 
 _HOPPER: Final = (

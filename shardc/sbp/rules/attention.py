@@ -26,7 +26,8 @@ def attention(op: Operation) -> Rule | None:
     operands, sums = _factors(op, whole="s")
     partials: tuple[Partials, ...] = linear(len(operands), (_VALUE,)) if len(op.results) == 1 else ()
     results = (operands[0], sums)[: len(op.results)]
-    return Rule(operands, results, partials=partials, granule=_granule(op, {}), flops=4.0 * _pairs(op))
+    granule = _granule(op, {})
+    return Rule(operands, results, partials=partials, granule=granule, flops=4.0 * _pairs(op), kind="attention")
 
 
 @rule("dot_product_attention_bwd_wrapper")
@@ -41,7 +42,10 @@ def attention_gradients(op: Operation) -> Rule | None:
     reduced: dict[str, ReduceOp | None] = {f: "sum" for f in kept if any(f not in factors for factors in results)}
     partials = linear(len(operands), (_COTANGENT,))
     granule = _granule(op, reduced)
-    return Rule(operands, results, reduced=reduced, partials=partials, granule=granule, flops=10.0 * _pairs(op))
+    return Rule(
+        operands, results, reduced=reduced, partials=partials, granule=granule, flops=10.0 * _pairs(op),
+        kind="attention",
+    )  # fmt: skip
 
 
 def _is_plain(op: Operation) -> bool:
