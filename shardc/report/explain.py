@@ -296,10 +296,12 @@ def _host_memory(plan: PlanView) -> Section | None:
 def _attention(plan: PlanView) -> Section | None:
     """A table of the attention of a program for a TPU or GPU: which of it has its scores in memory."""
     backend = plan.mesh.topology.backend
+    if backend == "cpu":
+        return None
     times: Counter[Attention] = Counter()
     for found in (a for _, part in plan.parts for a in find_attention(part.boxed, part.mesh)):
         times[replace(found, count=1)] += found.count
-    if not times or backend == "cpu":
+    if not times:
         return None
     rows = [
         (a.source, "two products and a softmax", str(n), a.scores, bytes_text(a.bytes))

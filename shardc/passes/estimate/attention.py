@@ -56,7 +56,7 @@ def _softmaxes(product: Eqn, maker: Mapping[Var, Eqn]) -> Iterator[Eqn]:
     """The exponentials between this product and another one that an operand of it follows from."""
     for a in product.invars:
         before = list(_way_back(a, maker))
-        first = before[-1].invars if before else ()
+        first = compat.variables(before[-1].invars) if before else ()
         exps = [e for e in before if e.primitive.name in ("exp", "exp2")]
         if len(exps) == 1 and any(maker[v].primitive.name == "dot_general" for v in first if v in maker):
             yield exps[0]

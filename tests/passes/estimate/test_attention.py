@@ -77,6 +77,14 @@ def test_a_softmax_of_a_loss_is_no_attention() -> None:
     assert not found_in(plan) and "Attention" not in plan.explain()
 
 
+def test_scores_that_are_scaled_by_a_number_are_found() -> None:
+    def scaled(q: Any, k: Any, v: Any) -> Any:
+        return jnp.einsum("bnts,bsnh->btnh", jnp.exp(0.25 * jnp.einsum("btnh,bsnh->bnts", q, k)), v)
+
+    (found,) = found_in(planned(scaled, "h100:8"))
+    assert found.count == 1 and found.scores.startswith("bf16[")
+
+
 def test_nothing_is_said_of_a_cpu() -> None:
     assert "Attention" not in planned(loss_of(by_hand), "cpu:8").explain()
 

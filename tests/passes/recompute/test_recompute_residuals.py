@@ -270,8 +270,8 @@ def training(width, microbatches=1, layers=4, seq=64, rows=256, remat=False, **m
 
 @pytest.mark.plans_eagerly
 @pytest.mark.sampled(0)
-@pytest.mark.parametrize("microbatches", [1, 2])
-def test_a_training_step_computes_again_what_does_not_fit(microbatches, tmp_path):
+@pytest.mark.parametrize(("microbatches", "part"), [(1, 0.6), (2, 0.5)])
+def test_a_training_step_computes_again_what_does_not_fit(microbatches, part, tmp_path):
     cfg = gpt2.Config(layers=4, d_model=32, heads=4, seq=32, learning_rate=1e-3, scan_layers=True)
     accumulate = partial(shardc.accumulate, microbatches=microbatches) if microbatches > 1 else lambda fn: fn
     init, step = gpt2.make_step(cfg, accumulate)
@@ -286,13 +286,13 @@ def test_a_training_step_computes_again_what_does_not_fit(microbatches, tmp_path
         return shardc.function(step, mesh=mesh, donate_argnames=("params", "opt_state"), plan=plan, **placed)
 
     free = function(None)
-    limit = int(0.6 * free.plan(*state, batch).memory.peak)
+    limit = int(part * free.plan(*state, batch).memory.peak)
     f = function(limit)
     plan = f.plan(*state, batch)
     assert plan.memory.peak <= limit
     assert plan.unlimited.peak == free.plan(*state, batch).memory.peak
     assert plan.recomputed.bytes > 0.2 * limit
-    assert plan.recomputed.count == len(plan.recomputed.names)
+    assert 0 < plan.recomputed.count <= len(plan.recomputed.names)
     assert 0 <= plan.gap < 1
     assert "Recomputed to save memory" in plan.explain()
     rows = rows_of(plan.boxed.jaxpr.eqns, plan.boxed.jaxpr.outvars, plan.boxed.placements)
