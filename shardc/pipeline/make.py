@@ -34,6 +34,7 @@ from shardc.plan.plan import Unlimited, copied
 from shardc.plan.request import Argument
 from shardc.runtime.actor import Network
 from shardc.runtime.deadlock import find_deadlock
+from shardc.sbp.cost import launch_seconds
 from shardc.sbp.placement import Placement
 from shardc.solver.within_limit import BUDGET, CheapestThatFits
 
@@ -172,7 +173,8 @@ class _Search:
         recomputed = {*_recomputed(r.pipeline, len(rank_of), r.where), *recompute}
         views = [r.views[k] for k in rank_of]
         arguments = [*r.arguments, *[Argument()] * (len(r.program.in_paths) - len(r.arguments))]
-        least = max(v.topology.dispatch for v in views)
+        # what a launch adds to each task does not depend on where the cuts are
+        least = max(v.topology.dispatch - launch_seconds(0, v) for v in views)
         return cut_automatically(r.program, Wanted(views, arguments, ordered, recomputed, scale, least, r.where))
 
 

@@ -24,6 +24,12 @@ def _pooled(x: jax.Array) -> jax.Array:
     return lax.reduce_window(x, -jnp.inf, lax.max, (1, 2), (1, 2), "VALID")
 
 
+def _attention(x: jax.Array) -> Any:
+    heads = jnp.zeros((2, 4, 4, 8), "bfloat16") + x[0, 0].astype("bfloat16")
+    with compat.cudnn_traced():
+        return jax.nn.dot_product_attention(heads, heads, heads, implementation="cudnn")
+
+
 EXAMPLES: Final[Mapping[str, Callable[[jax.Array], Any]]] = {
     "approx_top_k": lambda x: lax.approx_max_k(x, 2),
     "argmax": lambda x: x.argmax(1),
@@ -34,6 +40,8 @@ EXAMPLES: Final[Mapping[str, Callable[[jax.Array], Any]]] = {
     "conv_general_dilated": lambda x: lax.conv(jnp.zeros((2, 4, 8, 8)), jnp.zeros((6, 4, 3, 3)), (1, 1), "SAME"),
     "convert_element_type": lambda x: x.astype("bfloat16"),
     "dot_general": lambda x: x @ x.T,
+    "dot_product_attention_fwd_wrapper": _attention,
+    "dot_product_attention_bwd_wrapper": jax.grad(lambda x: _attention(x).astype("float32").sum()),
     "dynamic_slice": lambda x: lax.dynamic_slice(x, (x.argmax(), 0), (2, 6)),
     "dynamic_update_slice": lambda x: lax.dynamic_update_slice(x, x[:2], (x.argmax(), 0)),
     "empty": lambda x: lax.empty(x.shape, x.dtype),

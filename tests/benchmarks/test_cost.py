@@ -43,4 +43,4 @@ def test_a_case_is_measured(
     assert Case.parse(row["case"]) == Case("mlp", "data", (("data", 8),))
     assert row["planned"] > 0
     assert row["other"] > 0
-    assert sum(row["parts"].values()) >= row["planned"]
+    assert sum(row["parts"].values()) >= (1 - 1e-9) * row["planned"]

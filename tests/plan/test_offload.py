@@ -127,7 +127,7 @@ def peak():
 
 
 def test_a_step_that_does_not_fit_fits_with_values_on_the_host(peak, expected):
-    limit = int(0.8 * peak)
+    limit = int(0.6 * peak)
     with pytest.raises(shardc.MemoryLimitError, match=r'It fits with offload="auto": \d+ values? in the memory'):
         limited(limit, "never").plan(*init(), batch())
     f = limited(limit)

@@ -24,6 +24,10 @@ assert rules  # imported for what it registers
 
 KEEPS: Final[Mapping[str, str]] = {
     **dict.fromkeys(
+        ("dot_product_attention_bwd_wrapper", "dot_product_attention_fwd_wrapper"),
+        "the dimension that queries and keys are multiplied over, and positions that a mask counts",
+    ),
+    **dict.fromkeys(
         ("cholesky", "eig", "eigh", "geqrf", "hessenberg", "householder_product", "lu", "qr", "schur", "svd",
          "tridiagonal"),
         "the matrix: every step of a factorization needs all that is left of it",
@@ -65,11 +69,10 @@ GATHERED: Final[Mapping[str, Sequence[str]]] = {
     "no operand to gather": ("empty2", "platform_index"),
     "a running rotation of rows by rows, of one matrix": ("cholesky_update",),
     "opaque: shardc.signature says what may be split": ("ffi_call", "cudnn_fusion", "call_exported"),
-    "kernels of a GPU alone, whose split no test here can prove; implementation='xla' is split": (
-        "dot_product_attention_bwd", "dot_product_attention_bwd_wrapper", "dot_product_attention_fp8_bwd",
-        "dot_product_attention_fp8_bwd_wrapper", "dot_product_attention_fp8_fwd",
-        "dot_product_attention_fp8_fwd_wrapper", "dot_product_attention_fwd", "dot_product_attention_fwd_wrapper",
-        "scaled_matmul", "scaled_matmul_wrapper",
+    "inside of the operation of this name with _wrapper": ("dot_product_attention_bwd", "dot_product_attention_fwd"),
+    "kernels of a GPU alone, whose split no test here can prove": (
+        "dot_product_attention_fp8_bwd", "dot_product_attention_fp8_bwd_wrapper", "dot_product_attention_fp8_fwd",
+        "dot_product_attention_fp8_fwd_wrapper", "scaled_matmul", "scaled_matmul_wrapper",
     ),
     "a stream of bits, made as a whole": ("rng_bit_generator",),
     "any function over windows; no public function of JAX makes it": ("select_and_scatter",),

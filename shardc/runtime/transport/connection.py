@@ -116,6 +116,8 @@ class Connection:
         """Whether the other end has said that it closes. All that it sent before has come."""
         self.sent = 0
         """Bytes of values sent."""
+        self.control = 0
+        """All other bytes sent."""
         self._sock, self._patience, self._allocate = sock, patience, allocate
         self._beat = min(BEAT, silence / 4)
         self._bytes = _Arriving(sock, silence, self._beat)
@@ -163,10 +165,12 @@ class Connection:
     def send(self, frame: Frame) -> None:
         """Send a frame. Never waits for the other end. Nothing is sent if that is lost."""
         pieces = frame.pieces()
+        values = sum(b.nbytes for b in frame.buffers)
         with self._sending:
             if self.why_lost or self._closed:
                 return
-            self.sent += sum(b.nbytes for b in frame.buffers)
+            self.sent += values
+            self.control += sum(p.nbytes for p in pieces) - values
             if self._unsent:  # the writer is at work
                 self._unsent.extend(pieces)
                 return
