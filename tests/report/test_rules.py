@@ -16,7 +16,9 @@ def text():
 def test_each_example_gives_a_formula(text, name):
     file = text.partition(f"rules/{family_of(name)}.py\n")[2].partition("\nshardc/")[0]
     rows = [line for line in file.splitlines() if name in line.replace(",", " ").split()]
-    assert len(rows) == 1 and " -> " in rows[0]
+    assert " -> " in rows[0] and len(rows) == 1 + (
+        name == "not" and not hasattr(lax, "polynomial")
+    )  # "not in this JAX"
 
 
 def test_no_rule_is_without_a_formula(text):
