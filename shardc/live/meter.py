@@ -165,7 +165,7 @@ class _Clock:
             rows = list(self._waiting)
         for x in (x for _, steps in rows for x in steps[-1][1].values()):
             if not _is_computed(x):
-                np.asarray(x)
+                np.asarray(jax.block_until_ready(x))  # of all devices: the value may come from the first alone
             self._look()
 
     def stop(self) -> None:
