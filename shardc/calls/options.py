@@ -1,4 +1,4 @@
-"""What `shardc.function` and its like for flax and equinox are asked besides the function: read and checked."""
+"""Options of `shardc.function` and of its like for flax and equinox: read and checked."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Options:
 
     @property
     def on_host(self) -> Offload:
-        """What may live in the memory of the hosts: "never", "auto", or patterns of paths of arguments."""
+        """The values that may live in the memory of the hosts: "never", "auto", or patterns of paths of arguments."""
         said = self.offload
         if said == "never" or said == "auto":
             return said
@@ -103,7 +103,7 @@ class Options:
         return self.mesh is None and not (self.pipeline is not None and self.pipeline.meshes)
 
     def named(self, fn: Callable[..., Any]) -> Options:
-        """The same with names in tuples, among them those of the arguments of `fn` that are given by number."""
+        """Options with names in tuples, among them those of the arguments of `fn` that are given by number."""
         donate = (*words(self.donate_argnames), *_names_at(self.donate_argnums, fn, "donate_argnums"))
         static = (*words(self.static_argnames), *_names_at(self.static_argnums, fn, "static_argnums"))
         return replace(
@@ -165,7 +165,7 @@ def decorated(
     options: Options,
     make: Callable[[Any, Options], Any],
 ) -> Any:
-    """What a face such as `shardc.function` returns: `make(fn, options)`, or without a function a decorator.
+    """The result of a face such as `shardc.function`: `make(fn, options)`, or without a function a decorator.
 
     Raises:
       ArgumentError: something that is no function is given by position, or a keyword is unknown.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
+from typing import Any
 
 import jax
 import numpy as np
@@ -42,18 +44,40 @@ REASONS: tuple[tuple[str, str, str], ...] = (
     ("ragged_of_batch", ".*", "sizes of a ragged batch are not read on a CPU; other machines may"),
     (r"reduce_prod_all_int|reduce_(and|or)_(bool|uint)", ".*", DATA),
     (r"cumsum_empty|top_none", ".*", SHAPE),
+    ("attention_gradients_whole", r"B, B, S\(3\), B, S\(3\)", "a kernel computes whole heads of values"),
+    (
+        "attention_gradients_whole",
+        r"B, B, P\(sum\), B, P\(sum\)",
+        "linear in the values with the result that they gave",
+    ),
+    (
+        r"attention_(?!gradients|alone).*",
+        r"B, B, P\(sum\).* -> P\(sum\), B",
+        "a rule makes all results partial",
+    ),
 )
 """Cases, the signatures found for them, and the reason why no rule has these."""
+SLOW = {n for n in CASES if n.startswith("attention_gradients")} - {"attention_gradients_whole"}
+"""Of gradients of attention, which have six operands and take a minute, one stands for all."""
 
 
 @pytest.mark.sampled(10)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [n for n in CASES if n not in SLOW])
 def test_nothing_is_found_that_no_rule_has(name: str) -> None:
     fn, args, primitive = CASES[name]
     with jax.enable_x64(True):
         eqn = equation_of(fn, *args, primitive=primitive)
-        found = shardc.discover(lambda *xs: eqn.bind(*xs), *map(on_device, eqn.inputs))
-        known = set(map(str, signatures(find_rule(eqn.op), eqn.op)))
+        left_out = [i for i, x in enumerate(eqn.inputs) if name.startswith("attention") and not x.size]
+        given = [i for i in range(len(eqn.inputs)) if i not in left_out]
+
+        def call(*xs: Any) -> list[Any]:
+            operands = dict(zip(given, xs, strict=True))
+            return eqn.bind(*(operands.get(i, x) for i, x in enumerate(eqn.inputs)))
+
+        found = shardc.discover(call, *(on_device(eqn.inputs[i]) for i in given))
+        known = {
+            str(replace(s, operands=tuple(s.operands[i] for i in given))) for s in signatures(find_rule(eqn.op), eqn.op)
+        }
     reasons = [said for cases, said, _ in REASONS if re.fullmatch(cases, name)]
     missing = [str(s) for s in found.signatures if str(s) not in known]
     assert not [s for s in missing if not any(re.match(said, s) for said in reasons)]
