@@ -33,6 +33,7 @@ from jax._src.lax import lax as _lax
 from jax._src.lib import xla_client as _xla
 from jax._src.random import core as _random
 from jax._src.random import prng as _prng
+from jax._src.state import discharge as _discharge
 from jax.extend import core as jex
 
 if TYPE_CHECKING:
@@ -572,6 +573,17 @@ def with_scan_counts(params: Mapping[str, Any], consts: int, carries: int, ends:
         "ft_in": flattree.pack((none(consts), none(carries), none(ends[0] - consts - carries))),
         "ft_out": flattree.pack((none(carries), none(ends[1] - carries))),
     }
+
+
+# Why: jax.jit too replaces refs by values before it compiles; no public name does.
+def without_refs(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """The closed jaxpr whose refs are values that its equations hand on: `r = new_ref x; r[...] <- y; r[...] --> y`."""
+    return _discharge.discharge_state(closed, lower=False) if _makes_refs(closed) else closed
+
+
+def _makes_refs(closed: ClosedJaxpr) -> bool:
+    return _core.internal_mutable_array_effect in closed.effects or any(
+        map(_makes_refs, (body for eqn in closed.eqns for body in jaxprs_in(eqn.params.values()))))
 
 
 # Why: the definition of an operation without a rule is in its lowering, or in hijax.

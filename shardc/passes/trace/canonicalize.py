@@ -284,6 +284,7 @@ def canonicalize(
     without a rule get signatures (`find_signatures`), except primitives in `replicate`. Lookups by row numbers are
     batched (`batch_lookups`), transposes folded into products (`fold_transposes`).
     """
+    closed = compat.without_refs(closed)
     invars = [compat.fresh_var(v.aval) for v in closed.jaxpr.invars]
     captured: list[Any] = []
     consts: list[Atom] = []

@@ -407,6 +407,14 @@ def trace(
             for note in _notes(error, call):
                 error.add_note(note)
             raise
+    if refs := [x for x in closed.consts if isinstance(x, jax.Ref)]:
+        raise TracingError(
+            all_offenders(
+                f"{arguments.where} reads or writes Refs that were made outside of it; pass their values as arguments, "
+                "and return the new ones",
+                [str(jax.typeof(r)) for r in refs],
+            )
+        )
     with without_mesh():
         jaxpr, captured = canonicalize(closed, marks, replicate)
     ordered = [e for e in all_eqns(jaxpr) if e.primitive.name not in NESTED and _is_ordered(e, marks)]
