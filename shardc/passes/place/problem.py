@@ -450,11 +450,17 @@ class Requirement:
     """The requirement on the placement of an argument or a result of the function.
 
     `pin`: the placement that was asked for; None: free. `tie`: for a result, the number of the donated argument whose
-    placement it takes.
+    placement it takes. `back`: for a result, the number of the argument that it may be in the next call; the boxing to
+    the placement of this argument is priced, but no part of the plan.
     """
 
     pin: Pin | None = None
     tie: int | None = None
+    back: int | None = None
+
+
+NEXT_CALL: Final = 0.5
+"""The share of the price of a boxing that the next call may need: a move that is avoided costs more in this call."""
 
 
 def build_problem(
@@ -482,8 +488,12 @@ def build_problem(
             node = sources[asked.tie]  # the argument reads the result, as a carry of a loop does
             node.operands[0] = value
         else:
-            node = b.carrier("sink", Carried(var.aval, pin=asked.pin), [value], [])
+            returned = value is not None and asked.pin is None and asked.back is not None
+            node = b.carrier("sink", Carried(var.aval, pin=asked.pin), [value], [(var.aval, 1.0)] * returned)
             node.plain, node.path = asked.pin is None, path
+            if returned:
+                sources[asked.back].operands[0] = node.results[0]
+                b.read(node.results[0], sources[asked.back], 0, NEXT_CALL)
         b.read(value, node, 0, 1.0)
         sinks.append(node)
     _keep_sums_apart(b)
