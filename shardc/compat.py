@@ -583,7 +583,8 @@ def without_refs(closed: ClosedJaxpr) -> ClosedJaxpr:
 
 def _makes_refs(closed: ClosedJaxpr) -> bool:
     return _core.internal_mutable_array_effect in closed.effects or any(
-        map(_makes_refs, (body for eqn in closed.eqns for body in jaxprs_in(eqn.params.values()))))
+        map(_makes_refs, (body for eqn in closed.eqns for body in jaxprs_in(eqn.params.values())))
+    )
 
 
 # Why: the definition of an operation without a rule is in its lowering, or in hijax.

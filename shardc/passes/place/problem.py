@@ -14,7 +14,7 @@ import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -488,12 +488,13 @@ def build_problem(
             node = sources[asked.tie]  # the argument reads the result, as a carry of a loop does
             node.operands[0] = value
         else:
-            returned = value is not None and asked.pin is None and asked.back is not None
-            node = b.carrier("sink", Carried(var.aval, pin=asked.pin), [value], [(var.aval, 1.0)] * returned)
+            back = None if value is None or asked.pin is not None or asked.back is None else sources[asked.back]
+            outs = [] if back is None else [(var.aval, 1.0)]
+            node = b.carrier("sink", Carried(var.aval, pin=asked.pin), [value], outs)
             node.plain, node.path = asked.pin is None, path
-            if returned:
-                sources[asked.back].operands[0] = node.results[0]
-                b.read(node.results[0], sources[asked.back], 0, NEXT_CALL)
+            if back is not None:
+                back.operands[0] = node.results[0]
+                b.read(node.results[0], back, 0, NEXT_CALL)
         b.read(value, node, 0, 1.0)
         sinks.append(node)
     _keep_sums_apart(b)

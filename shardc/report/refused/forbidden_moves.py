@@ -60,6 +60,9 @@ def _first(lines: Sequence[str]) -> list[str]:
 def _planned_line(source: str, found: Sequence[Collective]) -> str:
     c, count = found[0], sum(f.count for f in found)
     way = f", {placement_text(c.src)} -> {placement_text(c.dst)}" if c.src != c.dst else ""
+    if not c.is_known:
+        what = f"{c.value} at {source}, of which shardc does not know what it moves, over {', '.join(c.axes)}"
+        return times_text(what, count)
     sent = bytes_text(sum(f.bytes for f in found))
     return times_text(f"{c.kind} over {', '.join(c.axes)} of {c.value}{way}, {sent}, at {source}", count)
 
@@ -98,6 +101,6 @@ def _asking_pins(plan: SpmdPlan, forbidden: Forbidden) -> str:
 
 _ALL_PINS: Final = "The pins together ask for it, no single one does: leave several open (AUTO), or forbid less."
 _ALL_PASSED: Final = (
-    "The placements in which arguments were passed ask for it together, no single one does: pass them from the host, or "
-    "forbid less."
+    "The placements in which arguments were passed ask for it together, no single one does: pass them from the host, "
+    "or forbid less."
 )
