@@ -301,6 +301,9 @@ ENTRY %main (x: f32[8,4], o: f32[8,4], i: s32[8]) -> f32[8,4] {
 """
     found = audit(plan_of(ragged).collectives, hlo, {"a": 8}, platform="gpu")
     assert found.ok and not found.missing
+    broadcast = hlo.replace("ragged-all-to-all(%x, %o, %i, %i, %i, %i)", "collective-broadcast(%x)")
+    found = audit(plan_of(PROGRAMS["pbroadcast"][0]).collectives, broadcast, {"a": 8}, platform="gpu")
+    assert found.ok and not found.missing
     send = hlo.replace("ragged-all-to-all(%x, %o, %i, %i, %i, %i)", "send(%x, %o)").replace(
         "replica_groups={{0,1,2,3,4,5,6,7}}", "frontend_attributes={_xla_send_recv_source_target_pairs={{0,1}}}"
     )

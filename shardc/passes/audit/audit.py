@@ -172,18 +172,27 @@ class _Lot(Generic[_Record]):
         return self.each * self.left
 
 
+_RAGGED: Final = "ragged-all-to-all"
+"""The HLO opcode of a planned all-to-all whose bytes depend on data."""
+_BROADCAST: Final = "collective-broadcast"
+"""The HLO opcode of a planned permute from one device to all."""
+
+
 def _planned_lot(c: Collective, axes: Mapping[str, int]) -> _Lot[Collective]:
     along = frozenset[str]() if c.kind == "permute" else frozenset(a for a in c.axes if axes[a] > 1)
     dtype = m[0] if (m := re.match(r"[a-z]+\d+\w*|pred|bool", c.value)) else ""
     width = itemsize(dtype) if dtype else None
-    return _Lot(c, (c.kind, along), Fraction(int(c.bytes), c.count), dtype, width, c.count // c.trips, c.per_iteration)
+    kind = _RAGGED if c.at_most else c.kind
+    return _Lot(c, (kind, along), Fraction(int(c.bytes), c.count), dtype, width, c.count // c.trips, c.per_iteration)
 
 
 def _found_lot(f: FoundCollective, tensor: Tensor, padding: int, looped: bool) -> _Lot[FoundCollective]:
+    kind = "permute" if f.kind == _BROADCAST else f.kind
     # Groups that follow no axes match no plan: no planned group is None.
-    along = None if f.axes is None or f.kind not in COLLECTIVES else frozenset(f.axes)
+    along = None if f.axes is None or kind not in (*COLLECTIVES, _RAGGED) else frozenset(f.axes)
+    group = (kind, frozenset[str]() if kind == "permute" else along)
     each = Fraction(tensor.bytes - padding)
-    return _Lot(f, (f.kind, along), each, tensor.dtype, itemsize(tensor.dtype), f.count, looped, tensor.promoted)
+    return _Lot(f, group, each, tensor.dtype, itemsize(tensor.dtype), f.count, looped, tensor.promoted)
 
 
 def _found(op: HloCollective, tensor: Tensor, axes: Mapping[str, int], exact: bool) -> tuple[FoundCollective, int]:

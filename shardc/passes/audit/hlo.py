@@ -122,7 +122,7 @@ _KINDS: Final[dict[str, tuple[str, Callable[[int, int], int]]]] = {
     "all-to-all": ("all_to_all", lambda n, b: _ceil((n - 1) * b, n)),
     "collective-permute": ("permute", lambda n, b: b),
     "send": ("permute", lambda n, b: b),  # to another device; one to the host has no pairs
-    "ragged-all-to-all": ("all_to_all", lambda n, b: b),  # at most
+    "ragged-all-to-all": ("ragged-all-to-all", lambda n, b: b),  # at most
     "collective-broadcast": ("collective-broadcast", lambda n, b: b),
 }
 
