@@ -431,6 +431,25 @@ def keys_of_words(words: jax.Array, dtype: Any) -> jax.Array:
     return jax.random.wrap_key_data(words, impl=dtype._impl.name)
 
 
+# Why: differentiation knows extended dtypes that are no keys by their rules; a compiled program has their numbers.
+def is_typed_number(dtype: Any) -> bool:
+    """Whether a dtype is an extended one, each element of which is a number: none of keys."""
+    if not isinstance(dtype, ExtendedDType) or jax.numpy.issubdtype(dtype, jax.dtypes.prng_key):
+        return False
+    return not _core.physical_element_aval(dtype).shape
+
+
+def number_of(dtype: Any) -> Any:
+    """The dtype of the numbers of such a dtype; others as they are."""
+    return _core.physical_element_aval(dtype).dtype if is_typed_number(dtype) else dtype
+
+
+def sum_of_typed(aval: Any) -> ClosedJaxpr:
+    """What differentiation means by the sum of two values of such a dtype; it may be a maximum."""
+    value = jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+    return jax.make_jaxpr(functools.partial(aval.dtype._rules.add, aval.dtype))(value, value)
+
+
 # Why: four registries make JAX accept arrays of another type, such as its own arrays of keys.
 def register_array(kind: type, read: Callable[[Any], jax.Array]) -> None:
     """Make JAX accept arrays of a class as arguments, operands and constants: as the jax.Array that `read` returns."""

@@ -374,6 +374,12 @@ def trace(
     """
     dynamic = [i for i, x in enumerate(call.leaves) if is_array(x)]
     avals = [leaf_aval(call.leaves[i]) for i in dynamic]
+    if typed := [
+        f"{call.paths[i]}: {a.dtype}" for i, a in zip(dynamic, avals, strict=True) if compat.is_typed_number(a.dtype)
+    ]:
+        raise ArgumentError(
+            all_offenders(f"{arguments.where}: types for gradients; pass the numbers as they are", typed)
+        )
     out_info: list[Any] = []
 
     def flat(*values: Any) -> list[Any]:
@@ -389,6 +395,12 @@ def trace(
             f"{f'result {path_text(p)}'.rstrip()} is {x!r}, a {type(x).__name__}; return an array, or leave it out."
             for p, x in pairs
             if not is_array(x)
+        ]
+        bad += [
+            f"{f'result {path_text(p)}'.rstrip()} is of {x.dtype}, a type for gradients; return "
+            f'jax.lax.convert_element_type(x, "{compat.number_of(x.dtype)}").'
+            for p, x in pairs
+            if is_array(x) and compat.is_typed_number(x.dtype)
         ]
         if bad:
             modules = any(map(_is_equinox, jax.tree.leaves(out, is_leaf=_is_equinox)))
