@@ -60,7 +60,7 @@ def in_a_scan(w, history, x):
 def test_it_equals_jit(fn, history, compiled_fast):
     f = shardc.function(fn, mesh=MESH, in_placements=({}, history, {"data": S(0)}))
     for got, want in zip(f(W, HISTORY, X), jax.jit(fn)(W, HISTORY, X), strict=True):
-        np.testing.assert_allclose(got, want, rtol=2e-5, atol=1e-5)
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-3)
 
 
 def test_values_are_counted_as_their_numbers():
