@@ -19,7 +19,7 @@ from shardc.pipeline.plan import MpmdPlan, PlanView
 from shardc.plan.borders import Border
 from shardc.plan.plan import SpmdPlan
 from shardc.report.explain_pipeline import OwnSections, pipeline_sections
-from shardc.report.plan_warnings import uneven_notes
+from shardc.report.plan_warnings import slow_axis_notes, uneven_notes
 from shardc.report.stage_text import ranges_text
 from shardc.report.tables import (
     MOST,
@@ -347,7 +347,7 @@ def _notes(plan: PlanView) -> Section | None:
 
 def notes_of(plan: PlanView) -> list[str]:
     """The notes of a plan, alike ones folded."""
-    notes = [*plan.request.notes, *(note for _, part in plan.parts for note in uneven_notes(part))]
+    notes = [*plan.request.notes, *slow_axis_notes(plan), *(note for _, part in plan.parts for note in uneven_notes(part))]
     folded = fold_rows([((), note, None) for note in notes])
     return [times_text(fold_paths(alike), len(alike)) for _, alike, _ in folded]
 
