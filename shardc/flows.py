@@ -179,7 +179,7 @@ class Flow:
         round = Round(self.name, self.where)
         leaves, tree = jax.tree.flatten(item)
         source = _Inputs(self.where, [aval_of(x) for x in leaves], tree)
-        node = round.add("inputs", source, [None], source.results)
+        node = round.add("inputs", source, [None], source.results, called=self)
         round.trace(self._fn, state, node if self._has_item else None, tree)
         return FlowPlan(round, self._credits)
 

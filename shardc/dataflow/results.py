@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from shardc.dataflow.chart import measured_flow_chart, seconds_by_node
+from shardc.dataflow.chart import FlowChart, measured_flow_chart, seconds_by_node
 from shardc.dataflow.moves import to_place
 from shardc.dataflow.network import FlowNetwork
 from shardc.dataflow.page import flow_page
@@ -20,7 +20,6 @@ from shardc.dataflow.round import Fixed, FlowNode, Origin
 from shardc.dataflow.value import RoundValue
 from shardc.dataflow.work import LeafPlace
 from shardc.errors import FlowError
-from shardc.report.chart import Chart
 from shardc.report.drawn import Drawn
 from shardc.report.page.page import write_page
 from shardc.runtime.actor import Span
@@ -45,10 +44,13 @@ class Rounds(list[Any], Drawn):
     @property
     def seconds(self) -> dict[str, float]:
         """The mean seconds of each node, of a run that recorded them."""
-        return {name: sum(times) / len(times) for name, times in seconds_by_node(self.spans).items()}
+        if self._plan is None:
+            return {}
+        nodes = self._plan.nodes
+        return {nodes[n].name: sum(times) / len(times) for n, times in seconds_by_node(self.spans).items()}
 
     @property
-    def chart(self) -> Chart:
+    def chart(self) -> FlowChart:
         if self._plan is None or not self.spans:
             raise FlowError("Nothing to show: no round was recorded; run(..., record=True) records them.")
         return measured_flow_chart(self._plan, self.spans, len(self))

@@ -347,7 +347,11 @@ def _notes(plan: PlanView) -> Section | None:
 
 def notes_of(plan: PlanView) -> list[str]:
     """The notes of a plan, alike ones folded."""
-    notes = [*plan.request.notes, *slow_axis_notes(plan), *(note for _, part in plan.parts for note in uneven_notes(part))]
+    notes = [
+        *plan.request.notes,
+        *slow_axis_notes(plan),
+        *(note for _, part in plan.parts for note in uneven_notes(part)),
+    ]
     folded = fold_rows([((), note, None) for note in notes])
     return [times_text(fold_paths(alike), len(alike)) for _, alike, _ in folded]
 
