@@ -1,18 +1,21 @@
-"""The contents of delayed channels when a run of a flow begins, and when it has ended."""
+"""The values of earlier rounds: before the first one when a run of a flow begins, and of the last ones when it ends."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from shardc.dataflow.moves import copied
 from shardc.dataflow.network import Edge, HandedLeaf, devices_of
+from shardc.dataflow.pending import LateValue, LateValues
 from shardc.dataflow.plan import PlannedFlow
-from shardc.dataflow.results import entering, known, late_parts
+from shardc.dataflow.results import entering, known
 from shardc.dataflow.round import Fixed, FlowNode
-from shardc.errors import FlowError
 from shardc.runtime.actor import Message
+
+Made: TypeAlias = Mapping[tuple[LateValue, int], Any]
+"""What rounds before the first one made, by value and round, counted back: 1 is the last one before it."""
 
 
 class Beginning:
@@ -25,51 +28,57 @@ class Beginning:
 
     def __init__(self, plan: PlannedFlow, here: Collection[FlowNode]) -> None:
         self._plan, self._built, self._here = plan, plan.built, here
+        self.late = LateValues(plan.built, here)
         self._taken = {f for e in plan.built.edges for m in e.moves if e.takes_over(m) for f in m.first}
 
     def own(self, state: Sequence[Any]) -> list[Any]:
         """The first state, with copies of arrays that stand in it twice and that a node takes over."""
         return [copied(x) if i in self._taken and any(x is y for y in state[:i]) else x for i, x in enumerate(state)]
 
-    def first(self, state: Sequence[Any], pending: Mapping[str, Sequence[Any]] | None) -> dict[Message, list[Any]]:
-        """The contents of delayed channels when a run begins."""
+    def first(self, state: Sequence[Any], made: Made | None) -> dict[Message, list[Any]]:
+        """The contents of delayed channels when a run begins.
+
+        Args:
+          state: its leaves.
+          made: by rounds before, as the run before left it; None: they made what the state is.
+        """
         found: dict[Message, list[Any]] = {}
         count: Counter[int] = Counter()
-        messages = self._plan.network.first_messages()
-        if pending is not None:
-            self._check_pending(messages, pending)
-        for message in messages:
+        for message in self._plan.network.first_messages():
             channel, turn = message[0], count[message[0]]
             count[channel] += 1
-            if self._built.edges[channel].taker not in self._here:
-                continue
-            if pending is not None:
-                values = pending[self._plan.network.channels[channel].name][turn]
-            else:
-                edge = self._built.edges[channel]
-                values = tuple(self._entered(edge, i, turn, state) for i in range(len(edge.moves)))
-            found.setdefault(message, []).append(values)
+            edge = self._built.edges[channel]
+            if edge.taker in self._here:
+                each = range(len(edge.moves))
+                values = tuple(self._entered(channel, i, edge.delay - _round(edge, turn), state, made) for i in each)
+                found.setdefault(message, []).append(values)
         return found
 
-    def past(self, state: Sequence[Any], pending: Mapping[str, Sequence[Any]] | None) -> Mapping[str, Sequence[Any]]:
-        """The values that the first rounds return late, and those that become state late in them."""
-        if pending is not None:
-            return pending
-        return {
-            name: [copied(known(f, state)) if f in self._taken else known(f, state) for f in firsts]
-            for name, (_, _, firsts) in late_parts(self._built, self._here).items()
-        }
+    def past(self, state: Sequence[Any], made: Made | None) -> Made:
+        """The values that the first rounds return late, and those that become state late in them; None for a round in
+        which the node did not run."""
+        found: dict[tuple[LateValue, int], Any] = {}
+        for value in {*self.late.of_out.values(), *self.late.of_state.values()}:
+            for k in range(1, len(value.first) + 1):
+                first = value.first[-k]
+                if made is None or self.late.is_state(value, k):
+                    found[value, k] = copied(known(first, state)) if first in self._taken else known(first, state)
+                else:
+                    found[value, k] = made.get((value, k))
+        return found
 
-    def _entered(self, edge: Edge, i: int, turn: int, state: Sequence[Any]) -> Any:
-        """Leaf i of message `turn` in a delayed channel when a run begins: at its place, and its taker's alone if that
-        one overwrites it."""
-        move = edge.moves[i]
-        first = move.first[(turn + 1) * edge.taker.every - 1]  # by the round in which it is taken
-        alone = move.copied or (
-            edge.takes_over(move) and (isinstance(first, Fixed) or self._begins_others(edge, move, first))
-        )
+    def _entered(self, channel: int, i: int, k: int, state: Sequence[Any], made: Made | None) -> Any:
+        """Leaf i of a message that the k-th round before the first one made, when a run begins: at its place, and its
+        taker's alone if that one overwrites it."""
+        edge = self._built.edges[channel]
+        move, value = edge.moves[i], self.late.of_move[channel, i]
+        first = move.first[-k]
+        if made is None or self.late.is_state(value, k):
+            x, others = known(first, state), isinstance(first, Fixed) or self._begins_others(edge, move, first)
+        else:
+            x, others = made[value, k], True
         place, aval = edge.taker.work.takes[move.argument], edge.giver.results[move.output]
-        x = known(first, state)
+        alone = move.copied or (edge.takes_over(move) and others)
         return entering(place, aval)(copied(x) if alone else x)
 
     def _begins_others(self, edge: Edge, move: HandedLeaf, first: int) -> bool:
@@ -82,26 +91,19 @@ class Beginning:
             for p in places
         )
 
-    def _check_pending(self, messages: Sequence[Message], pending: Mapping[str, Sequence[Any]]) -> None:
-        names = self._plan.network.channels
-        wanted = Counter(names[c].name for c, _ in messages if self._built.edges[c].taker in self._here)
-        wanted.update({name: len(firsts) for name, (_, _, firsts) in late_parts(self._built, self._here).items()})
-        if wanted != {name: len(values) for name, values in pending.items()}:
-            period = self._plan.network.period
-            rule = f", or the run that left it was no multiple of {period} rounds" if period > 1 else ""
-            raise FlowError(f"{self._plan.round.where}: pending= is not what a run of this flow has left{rule}.")
-
-    def pending(self, left: Mapping[Message, Sequence[Any]], rounds: int) -> dict[str, list[Any]]:
-        """The contents of delayed channels after so many rounds, by channel, in the order of their taking."""
+    def left(self, left: Mapping[Message, Sequence[Any]], rounds: int) -> dict[tuple[LateValue, int], Any]:
+        """What the last of so many rounds made and later ones take, from the contents of delayed channels."""
         period = self._plan.network.period
-        found: dict[int, list[tuple[int, Any]]] = {}
-        for (channel, key), values in left.items():
+        found: dict[tuple[LateValue, int], Any] = {}
+        for (channel, key), messages in left.items():
             assert isinstance(key, int)
-            later = (key - rounds) % period
-            found.setdefault(channel, []).extend((later + k * period, x) for k, x in enumerate(values))
-        names = self._plan.network.channels
-        return {names[c].name: [x for _, x in sorted(xs, key=_turn)] for c, xs in found.items()}
+            delay = self._built.edges[channel].delay
+            for j, values in enumerate(messages):
+                k = delay - (key - rounds) % period - j * period
+                found |= {(self.late.of_move[channel, i], k): x for i, x in enumerate(values)}
+        return found
 
 
-def _turn(dated: tuple[int, Any]) -> int:
-    return dated[0]
+def _round(edge: Edge, turn: int) -> int:
+    """The round in which an edge's taker runs for the `turn`-th time."""
+    return (turn + 1) * edge.taker.every - 1

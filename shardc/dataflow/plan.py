@@ -94,7 +94,7 @@ class PlannedFlow:
           seconds: of nodes, or of calls and functions by name: a number, or a function that gives those of the next
             run. Others take what their plan says, and host functions nothing.
         """
-        known: dict[str | FlowNode, Any] = {**(seconds or {})}
+        known: Mapping[Any, Any] = seconds or {}
         names = {n.name for n in self.nodes} | {n.function for n in self.nodes}
         if strange := sorted(k for k in known if isinstance(k, str) and k not in names):
             raise FlowError(

@@ -26,7 +26,7 @@ from shardc.dataflow.round import FlowNode
 from shardc.errors import ClusterError, FlowError, RoundFailedError, all_offenders
 from shardc.execute.process_group import group_of_run, look_at_run
 from shardc.execute.remote_values import bring
-from shardc.machine.devices import processes_of
+from shardc.machine.devices import me, processes_of
 from shardc.runtime.cluster import Cluster, current
 from shardc.runtime.distributed_network import DistributedNetwork
 from shardc.runtime.executor import Executor, ProcessShare
@@ -62,6 +62,12 @@ def process_of_rows(built: FlowNetwork) -> list[int]:
             near = [e.taker for e in built.edges if e.giver is node] + [e.giver for e in built.edges if e.taker is node]
             found[a] = next((found[built.actor[n]] for n in near if built.actor[n] in found), 0)
     return [found[a] for a in range(len(built.rows))]
+
+
+def nodes_here(built: FlowNetwork) -> frozenset[FlowNode]:
+    """The nodes that run in this process."""
+    processes = process_of_rows(built)
+    return frozenset(n for n in built.round.nodes if processes[built.actor[n]] == me())
 
 
 class RemoteFlow:
@@ -141,7 +147,7 @@ class RemoteFlow:
         )  # fmt: skip
 
     def brought(self, state: Sequence[Any]) -> list[Any]:
-        """The state with those leaves here that several processes read when a run begins."""
+        """The state with those leaves here that a process reads when a run begins that has not made them."""
         readers: dict[int, set[int]] = {}
         for edge in self._built.edges:
             for i in (f for m in edge.moves for f in m.first if isinstance(f, int)):
@@ -149,7 +155,8 @@ class RemoteFlow:
         for node, constants in self._built.constants.items():
             for i in constants.values():
                 readers.setdefault(i, set()).add(self._process_of(node))
-        wanted = [i for i, processes in sorted(readers.items()) if len(processes) > 1]
+        makers = {i: {self._process_of(o.node)} for i, o in enumerate(self._built.state) if o.node is not None}
+        wanted = [i for i, found in sorted(readers.items()) if len(found) > 1 or not found <= makers.get(i, found)]
         found = list(state)
         for i, x in zip(wanted, bring([state[i] for i in wanted]), strict=True):
             found[i] = x
