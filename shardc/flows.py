@@ -22,7 +22,6 @@ from shardc.dataflow.host import Host, checked_host
 from shardc.dataflow.page import flow_page
 from shardc.dataflow.pending import LateValues
 from shardc.dataflow.plan import PlannedFlow
-from shardc.dataflow.remote import nodes_here
 from shardc.dataflow.results import Rounds
 from shardc.dataflow.round import Round, aval_of, traced_round
 from shardc.dataflow.run import ENDLESS, FlowRun
@@ -88,7 +87,7 @@ class FlowPlan(PlannedFlow):
     def pending(self) -> dict[str, list[jax.ShapeDtypeStruct]]:
         """What a run leaves in its `.pending`, described: with the state, all that a later run needs to go on. Empty if
         nothing is late. For `saved.last(or_else=(state, plan.pending))`."""
-        return LateValues(self.built, nodes_here(self.built)).shapes()
+        return LateValues(self.built).shapes()
 
     def trace(self, path: str | Path, *, rounds: int = 8, seconds: Mapping[str, Any] | None = None) -> None:
         """Writes some simulated rounds as a trace in JSON, for https://ui.perfetto.dev or chrome://tracing.

@@ -28,7 +28,7 @@ class Beginning:
 
     def __init__(self, plan: PlannedFlow, here: Collection[FlowNode]) -> None:
         self._plan, self._built, self._here = plan, plan.built, here
-        self.late = LateValues(plan.built, here)
+        self.late = LateValues(plan.built)
         self._taken = {f for e in plan.built.edges for m in e.moves if e.takes_over(m) for f in m.first}
 
     def own(self, state: Sequence[Any]) -> list[Any]:

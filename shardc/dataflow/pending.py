@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 
 from shardc.dataflow.network import FlowNetwork
 from shardc.dataflow.round import Fixed, FlowNode
-from shardc.dataflow.work import is_like
+from shardc.dataflow.work import LeafPlace, is_like
 from shardc.errors import FlowError, all_offenders, number_text
+from shardc.machine.devices import is_here
+
+Holder: TypeAlias = tuple[FlowNode, LeafPlace]
+"""A node that has a value, and where it lies."""
 
 
 @dataclass(eq=False)
@@ -21,13 +25,14 @@ class LateValue:
     Attributes:
       node, index: the node and its result leaf.
       first: what stands for it before the first round: `first[-k]` for what the k-th round before it would have made.
-      back: the rounds of which values are taken after a run, counted back from its end: 1 is the last one.
+      back: the rounds of which values are taken after a run, counted back from its end: 1 is the last one. With the
+        nodes that have them then, each with the place of the value; none where a round returns it, so that all have it.
     """
 
     node: FlowNode
     index: int
     first: Sequence[int | Fixed]
-    back: set[int] = field(default_factory=set[int])
+    back: dict[int, list[Holder]] = field(default_factory=dict[int, "list[Holder]"])
 
     @property
     def aval(self) -> Any:
@@ -39,35 +44,40 @@ class LateValues:
 
     Args:
       built: its network.
-      here: the nodes that run in this process.
 
     Attributes:
       of_move: by edge and leaf of it, for those that are late.
       of_out, of_state: by number, for results that are returned late, and for leaves that become state late.
     """
 
-    def __init__(self, built: FlowNetwork, here: Collection[FlowNode]) -> None:
+    def __init__(self, built: FlowNetwork) -> None:
         self._built, self._values = built, list[LateValue]()
         self.of_move: dict[tuple[int, int], LateValue] = {}
         self.of_out: dict[int, LateValue] = {}
         self.of_state: dict[int, LateValue] = {}
         for number, e in enumerate(built.edges):
             taken = [t for t in range(e.delay) if (t + 1) % e.taker.every == 0]
-            for i, m in enumerate(e.moves if e.delay and e.taker in here else ()):
-                self.of_move[number, i] = self._value(e.giver, m.output, m.first, (e.delay - t for t in taken))
-        for i, o in enumerate(built.outs):
-            if o is not None and o.node is not None and o.delay:  # all processes get to know it
-                made = [k for k in range(1, o.delay + 1) if (k - 1) % o.node.every == 0]
-                self.of_out[i] = self._value(o.node, o.index, o.first, made)
+            for i, m in enumerate(e.moves if e.delay else ()):
+                holder = e.taker, e.places(m)[1]
+                self.of_move[number, i] = self._value(
+                    e.giver, m.output, m.first, {e.delay - t: [holder] for t in taken}
+                )
         for i, o in enumerate(built.state):
-            if o.node in here and o.delay > 1:
-                self.of_state[i] = self._value(o.node, o.index, o.first, range(1, o.delay))
+            if o.node is not None and o.delay > 1:
+                holder = o.node, o.node.work.gives[o.index]
+                self.of_state[i] = self._value(o.node, o.index, o.first, {k: [holder] for k in range(1, o.delay)})
+        for i, o in enumerate(built.outs):
+            if o is not None and o.node is not None and o.delay:
+                made = [k for k in range(1, o.delay + 1) if (k - 1) % o.node.every == 0]
+                value = self.of_out[i] = self._value(o.node, o.index, o.first, {})
+                value.back |= {k: [] for k in made}
         for value in self._values:
-            value.back -= {k for k in value.back if self.is_state(value, k)}
+            value.back = {k: held for k, held in value.back.items() if not self.is_state(value, k)}
 
-    def _value(self, node: FlowNode | None, index: int, first: Sequence[int | Fixed], back: Iterable[int]) -> LateValue:
+    def _value(
+        self, node: FlowNode, index: int, first: Sequence[int | Fixed], back: Mapping[int, list[Holder]]
+    ) -> LateValue:
         """The value of a node's result whose rounds before the first are those of `first`, counted from its end."""
-        assert node is not None
         for value in self._values:
             known, new = sorted((value.first, first), key=len)
             if (value.node, value.index) == (node, index) and _same(known, new[-len(known) :]):
@@ -76,7 +86,8 @@ class LateValues:
         else:
             value = LateValue(node, index, first)
             self._values.append(value)
-        value.back |= set(back)
+        for k, holders in back.items():
+            value.back.setdefault(k, []).extend(holders)
         return value
 
     def is_state(self, value: LateValue, k: int) -> bool:
@@ -105,10 +116,15 @@ class LateValues:
         found: dict[str, list[jax.ShapeDtypeStruct]] = {}
         for name, value in self:
             sharding = value.node.work.gives[value.index].sharding(value.aval)
-            found[name] = [jax.ShapeDtypeStruct(value.aval.shape, value.aval.dtype, sharding=sharding)] * len(
-                value.back
-            )
+            if sharding is not None and not is_here(sharding.device_set):
+                sharding = None  # each process that takes the value has it whole
+            described = jax.ShapeDtypeStruct(value.aval.shape, value.aval.dtype, sharding=sharding)
+            found[name] = [described] * len(value.back)
         return found
+
+    def entries(self) -> list[tuple[LateValue, int]]:
+        """What a run leaves, in one order in all processes."""
+        return [(value, k) for _, value in self for k in sorted(value.back, reverse=True)]
 
     def named(self, made: Mapping[tuple[LateValue, int], Any]) -> dict[str, list[Any]]:
         """What a run leaves, of the values that late rounds made, the oldest first."""

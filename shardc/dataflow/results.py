@@ -30,7 +30,7 @@ class Rounds(list[Any], Drawn):
 
     Attributes:
       pending: what late values of the last rounds are, besides the state: a list of arrays for each, the oldest first,
-        for `run(..., pending=)` to go on from. Empty if nothing is late. In several processes those that this one has.
+        for `run(..., pending=)` to go on from. Empty if nothing is late.
       spans: the times of all nodes, if the run recorded them.
     """
 
@@ -82,7 +82,7 @@ class RunResults:
         self, plan: PlannedFlow, here: frozenset[FlowNode], state: Sequence[Any], items: Any, late: LateValues,
         past: Mapping[tuple[LateValue, int], Any],
     ) -> None:  # fmt: skip
-        self._plan, self._built, self._late, self._past = plan, plan.built, late, past
+        self._plan, self._built, self._here, self._late, self._past = plan, plan.built, here, late, past
         self.record = False
         self.turns: Callable[[], AbstractContextManager[object]] = nullcontext
         self.fired = dict.fromkeys((s.label for row in plan.network.actors for s in row), 0)
@@ -139,7 +139,8 @@ class RunResults:
             found |= {(value, k): self._out(i, o, rounds + o.delay - k) for k in value.back if k <= o.delay}
         for i, value in self._late.of_state.items():
             delay = self._built.state[i].delay
-            found |= {(value, k): self.leaf(i, rounds + delay - 1 - k) for k in value.back if k < delay}
+            if value.node in self._here:
+                found |= {(value, k): self.leaf(i, rounds + delay - 1 - k) for k in value.back if k < delay}
         return found
 
     def state(self, round: int) -> list[Any]:

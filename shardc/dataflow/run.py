@@ -227,10 +227,13 @@ class FlowRun:
         self, state: Sequence[Any], items: Any, rounds: int, pending: Any, record: bool
     ) -> tuple[list[Any], Rounds]:
         executor, remote = self._opened(), self._remote
-        made = self._beginning.late.of(pending)
+        late = self._beginning.late
+        made = late.of(pending)
+        if made is not None and remote is not None:
+            made = remote.brought_late(late, made)
         state = self._beginning.own(state if remote is None else remote.brought(state))
         first, past = self._beginning.first(state, made), self._beginning.past(state, made)
-        self._now.run = current = RunResults(self.plan, self._here, state, items, self._beginning.late, past)
+        self._now.run = current = RunResults(self.plan, self._here, state, items, late, past)
         current.record = record
         if (client := calling_client()) is not None:
             current.turns = client.calling
@@ -241,9 +244,11 @@ class FlowRun:
         if remote is not None:
             complete = remote.agreed(complete)
             current.share_logs(remote)
-        left = self._beginning.late.named(self._beginning.left(executor.left, complete) | current.past(complete))
+        left = self._beginning.left(executor.left, complete) | current.past(complete)
+        if remote is not None:
+            left = remote.known_late(late, left)
         executor.left = {}
-        given = Rounds(current.given_in(complete), left, self.plan, self._of_all(spans) if record else ())
+        given = Rounds(current.given_in(complete), late.named(left), self.plan, self._of_all(spans) if record else ())
         given.writes = remote is None or not remote.cluster.me
         if remote is None:
             return current.state(complete - 1), given

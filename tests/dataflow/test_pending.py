@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -185,3 +189,45 @@ def test_shapes_have_placements():
     flow = actors(2, 1, out_placements={"data": shardc.S(0)})
     ((shape,),) = flow.plan(SHAPE).pending.values()
     assert shape.sharding == jax.sharding.NamedSharding(mesh(0, 2), jax.sharding.PartitionSpec("data"))
+
+
+FAR = """
+import sys
+import jax, jax.numpy as jnp, numpy as np, shardc
+from jax.sharding import Mesh
+
+size, folder, rounds = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+devices = shardc.devices()
+near = shardc.function(lambda x: x + 1, mesh=Mesh(np.array([devices[0]]), ("data",)))
+far = shardc.function(lambda x: x * 2, mesh=Mesh(np.array([devices[-1]]), ("data",)))
+
+@shardc.flow
+def train(x):
+    return near(x), far(shardc.late(x, 2))
+
+shapes = train.plan(jax.ShapeDtypeStruct((size,), jnp.float32)).pending
+with shardc.checkpoints(folder, every=1) as saved:
+    (state, pending), first = saved.last(or_else=lambda: (jnp.zeros(size), shapes))
+    for i in range(first, rounds):
+        state, given = train.run(state, rounds=3, pending=pending)
+        pending = given.pending
+        print("seen", [float(np.asarray(shardc.fetch(g))[0]) for g in given], flush=True)
+        saved.step(i, (state, pending))
+"""
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("size", [4, 1000])  # small values come to all processes, large ones stay
+def test_late_values_of_another_process_go_through_a_checkpoint(tmp_path, size):
+    (tmp_path / "far.py").write_text(FAR)
+    command = [sys.executable, "-m", "shardc", "run", "--processes", "2", "--devices", "1", "--islands", "2"]
+    seen = []
+    for rounds in (2, 4):
+        done = subprocess.run(
+            [*command, str(tmp_path / "far.py"), str(size), str(tmp_path / "saved"), str(rounds)],
+            capture_output=True, text=True, timeout=120, check=False,
+            env={k: v for k, v in os.environ.items() if k != "XLA_FLAGS"},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        seen += [line for line in done.stdout.splitlines() if line.startswith("seen")]
+    assert seen == ["seen [0.0, 0.0, 0.0]", "seen [2.0, 4.0, 6.0]", "seen [8.0, 10.0, 12.0]", "seen [14.0, 16.0, 18.0]"]
