@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections import Counter
+from typing import Any, Final
 
 from shardc import compat
 from shardc.dataflow.chart import FlowChart, unknown_text
 from shardc.dataflow.explain import average_text, flow_sections, how_text, how_to_tell, made_text, meshes_of
 from shardc.dataflow.plan import PlannedFlow
+from shardc.dataflow.round import FlowNode
 from shardc.dataflow.work import FunctionWork
 from shardc.errors import number_text
 from shardc.machine.mesh import AnyMesh, view
 from shardc.report.page.charts import chart_data
 from shardc.report.page.modules import PlacedRows
-from shardc.report.page.page import Figure, Page, moves_data, programs_of
+from shardc.report.page.page import UNLAUNCHED, Figure, Page, moves_data, programs_of
 from shardc.report.page.places import ArrayAt, arrays_data, mesh_data
 from shardc.report.tables import bytes_text, percent_text
 from shardc.sbp.placement import is_even
@@ -21,11 +23,7 @@ from shardc.sbp.placement import is_even
 
 def flow_page(plan: PlannedFlow, chart: FlowChart) -> Page:
     """The page of a flow with these runs."""
-    works = {n.function: n.work for n in plan.nodes if isinstance(n.work, FunctionWork)}
-    programs: list[PlacedRows] = [
-        ((name, *around), rows, times) for name, work in works.items() for around, rows, times in programs_of(work.plan)
-    ]
-    data = {**_places(plan), "chart": chart_data(chart), **moves_data(programs)}
+    data = {**_places(plan), "chart": chart_data(chart), **moves_data(_programs(plan), _WORDS)}
     name, need, most = max(plan.memory_by_row, key=lambda row: (row[2] is not None, row[1] / (row[2] or 1)))
     share = None if most is None else need / most
     without = 0 if plan.has_inputs else 1  # of the inputs' node and actor
@@ -37,6 +35,28 @@ def flow_page(plan: PlannedFlow, chart: FlowChart) -> Page:
     ]
     sections = [section for section in flow_sections(plan, chart) if section is not None]
     return Page(plan.name, plan.round.where, list(how_to_tell(chart.unknown)), figures, sections, data)
+
+
+_WORDS: Final = {
+    "program": f"in a round in which all nodes run, one device of each call added up, {UNLAUNCHED}",
+    "totals": "Bytes that functions send within their meshes in a round in which all nodes run, one device of each "
+    "call added up, and their time.",
+}
+
+
+def _programs(plan: PlannedFlow) -> list[PlacedRows]:
+    """The programs of the functions, each with how often a round calls it."""
+    plans: dict[tuple[str, str], list[FlowNode]] = {}
+    for node in plan.nodes:
+        if isinstance(node.work, FunctionWork):
+            plans.setdefault((node.function, node.work.plan.digest), []).append(node)
+    alone = Counter(function for function, _ in plans)
+    return [
+        ((function if alone[function] == 1 else nodes[0].name, *around), rows, times * len(nodes))
+        for (function, _), nodes in plans.items()
+        if isinstance(work := nodes[0].work, FunctionWork)
+        for around, rows, times in programs_of(work.plan)
+    ]
 
 
 def _times(plan: PlannedFlow, chart: FlowChart) -> list[Figure]:

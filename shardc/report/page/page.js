@@ -429,7 +429,7 @@ function drawSchedule(body) {
 if (data.arrays) panel("places", "Mesh and arrays", new Set(data.meshes.map(mesh => mesh.devices)).size > 1 ? `${data.meshes.length} meshes` : `${data.meshes.length > 1 ? `${data.meshes.length} meshes, each of ` : ""}${data.meshes[0].devices}`, drawArrays);
 if (data.chart) panel("run", "Timeline", "", drawRun);
 if (data.schedule) panel("schedule", "Schedule", "A row for each rank: stage, task, microbatch; a column is one unit of time.", drawSchedule);
-if (data.program) panel("program", "Program by module", "What each module and line takes, in one call of one device, and what moves there, and why. Time that overlaps is counted.", drawProgram);
-if (data.totals && data.totals.length) panel("totals", "What moves, by axis and kind", "Bytes that each device sends in one call, and their time.", drawTotals);
-if (data.course) panel("course", "Time and memory along the call", "Operations one after the other, as the program has them; a loop is drawn as one iteration that takes the time of all.", drawCourse);
+if (data.program) panel("program", "Program by module", `What each module and line takes, ${data.words.program}, and what moves there, and why. Time that overlaps is counted.`, drawProgram);
+if (data.totals && data.totals.length) panel("totals", "What moves, by axis and kind", data.words.totals, drawTotals);
+if (data.course) panel("course", "Time and memory along the call", "Operations one after the other, as the program has them; a loop is drawn as one iteration that takes the time of all." + data.words.course, drawCourse);
 if (data.ranks) panel("ranks", "Memory of each rank", "Bytes on each device, along the planned call.", drawRanks);
