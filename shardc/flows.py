@@ -16,11 +16,11 @@ from shardc import compat
 from shardc.api import function
 from shardc.arrays.gone import refuse_gone
 from shardc.calls.watch import notify_called, notify_made
+from shardc.dataflow.beginning import LateValues
 from shardc.dataflow.chart import flow_chart
 from shardc.dataflow.explain import flow_sections
 from shardc.dataflow.host import Host, checked_host
 from shardc.dataflow.page import flow_page
-from shardc.dataflow.pending import LateValues
 from shardc.dataflow.plan import PlannedFlow
 from shardc.dataflow.results import Rounds
 from shardc.dataflow.round import Round, aval_of, traced_round

@@ -3,16 +3,202 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from shardc.dataflow.moves import copied
-from shardc.dataflow.network import Edge, HandedLeaf, devices_of
-from shardc.dataflow.pending import LateValue, LateValues
+import jax
+
+from shardc.dataflow.moves import copied, to_place
+from shardc.dataflow.network import Edge, FlowNetwork, HandedLeaf, devices_of
 from shardc.dataflow.plan import PlannedFlow
-from shardc.dataflow.results import entering, known
 from shardc.dataflow.round import Fixed, FlowNode
+from shardc.dataflow.work import LeafPlace, is_like
+from shardc.errors import FlowError, all_offenders, number_text
+from shardc.machine.devices import is_here
 from shardc.runtime.actor import Message
+
+Holder: TypeAlias = tuple[FlowNode, LeafPlace]
+"""A node that has a value, and where it lies."""
+
+
+@dataclass(eq=False)
+class LateValue:
+    """A result of a node, of which later rounds take what earlier ones made.
+
+    Attributes:
+      node, index: the node and its result leaf.
+      first: what stands for it before the first round: `first[-k]` for what the k-th round before it would have made.
+      back: the rounds of which values are taken after a run, counted back from its end: 1 is the last one. With the
+        nodes that have them then, each with the place of the value; none where a round returns it, so that all have it.
+    """
+
+    node: FlowNode
+    index: int
+    first: Sequence[int | Fixed]
+    back: dict[int, list[Holder]] = field(default_factory=dict[int, "list[Holder]"])
+
+    @property
+    def aval(self) -> Any:
+        return self.node.results[self.index]
+
+
+class LateValues:
+    """The late values of a flow.
+
+    Args:
+      built: its network.
+
+    Attributes:
+      of_move: by edge and leaf of it, for those that are late.
+      of_out, of_state: by number, for results that are returned late, and for leaves that become state late.
+    """
+
+    def __init__(self, built: FlowNetwork) -> None:
+        self._built, self._values = built, list[LateValue]()
+        self.of_move: dict[tuple[int, int], LateValue] = {}
+        self.of_out: dict[int, LateValue] = {}
+        self.of_state: dict[int, LateValue] = {}
+        for number, e in enumerate(built.edges):
+            taken = [t for t in range(e.delay) if (t + 1) % e.taker.every == 0]
+            for i, m in enumerate(e.moves if e.delay else ()):
+                holder = e.taker, e.places(m)[1]
+                self.of_move[number, i] = self._value(
+                    e.giver, m.output, m.first, {e.delay - t: [holder] for t in taken}
+                )
+        for i, o in enumerate(built.state):
+            if o.node is not None and o.delay > 1:
+                holder = o.node, o.node.work.gives[o.index]
+                self.of_state[i] = self._value(o.node, o.index, o.first, {k: [holder] for k in range(1, o.delay)})
+        for i, o in enumerate(built.outs):
+            if o is not None and o.node is not None and o.delay:
+                made = [k for k in range(1, o.delay + 1) if (k - 1) % o.node.every == 0]
+                value = self.of_out[i] = self._value(o.node, o.index, o.first, {})
+                value.back |= {k: [] for k in made}
+        for value in self._values:
+            value.back = {k: held for k, held in value.back.items() if not self.is_state(value, k)}
+
+    def _value(
+        self, node: FlowNode, index: int, first: Sequence[int | Fixed], back: Mapping[int, list[Holder]]
+    ) -> LateValue:
+        """The value of a node's result whose rounds before the first are those of `first`, counted from its end."""
+        for value in self._values:
+            known, new = sorted((value.first, first), key=len)
+            if (value.node, value.index) == (node, index) and _same(known, new[-len(known) :]):
+                value.first = new
+                break
+        else:
+            value = LateValue(node, index, first)
+            self._values.append(value)
+        for k, holders in back.items():
+            value.back.setdefault(k, []).extend(holders)
+        return value
+
+    def is_state(self, value: LateValue, k: int) -> bool:
+        """Whether what the k-th last round made is a leaf of the state after a run."""
+        first = value.first[-k]
+        if isinstance(first, Fixed):
+            return False
+        o = self._built.state[first]
+        return (o.node, o.index, o.delay) == (value.node, value.index, k)
+
+    def __iter__(self) -> Iterator[tuple[str, LateValue]]:
+        """The values of which a run leaves something, each with a name of its own."""
+        names = set[str]()
+        for value in self._values:
+            name = f"{value.node}/{value.index}" if len(value.node.results) > 1 else str(value.node)
+            count = 1 + sum(known.partition(" (")[0] == name for known in names)
+            name += f" ({count})" if count > 1 else ""
+            if value.back:
+                names.add(name)
+                yield name, value
+
+    # -- what a run leaves, and the next one is given
+
+    def shapes(self) -> dict[str, list[jax.ShapeDtypeStruct]]:
+        """What a run leaves, described."""
+        found: dict[str, list[jax.ShapeDtypeStruct]] = {}
+        for name, value in self:
+            sharding = value.node.work.gives[value.index].sharding(value.aval)
+            if sharding is not None and not is_here(sharding.device_set):
+                sharding = None  # each process that takes the value has it whole
+            described = jax.ShapeDtypeStruct(value.aval.shape, value.aval.dtype, sharding=sharding)
+            found[name] = [described] * len(value.back)
+        return found
+
+    def entries(self) -> list[tuple[LateValue, int]]:
+        """What a run leaves, in one order in all processes."""
+        return [(value, k) for _, value in self for k in sorted(value.back, reverse=True)]
+
+    def named(self, made: Mapping[tuple[LateValue, int], Any]) -> dict[str, list[Any]]:
+        """What a run leaves, of the values that late rounds made, the oldest first."""
+        return {
+            name: [made[value, k] for k in sorted(value.back, reverse=True) if (value, k) in made]
+            for name, value in self
+        }
+
+    def of(self, pending: Any) -> dict[tuple[LateValue, int], Any] | None:
+        """The values by the rounds that made them, counted back from the end of the run that left them; None if nothing
+        is given, or only shapes are, as `shapes` gives them.
+
+        Raises:
+          FlowError: they are not what a run leaves.
+        """
+        if pending is None:
+            return None
+        where = f"{self._built.round.where}: pending="
+        if not isinstance(pending, Mapping):
+            raise FlowError(
+                f"{where} is of type {type(pending).__name__}; give `.pending` of what a run of this flow gave."
+            )
+        wanted = dict(self)
+        strange = [str(name) for name in pending if name not in wanted]
+        wrong = [f"{name} is no late value of this flow." for name in strange]
+        found: dict[tuple[LateValue, int], Any] = {}
+        for name, value in wanted.items():
+            given = pending.get(name)
+            if not isinstance(given, list | tuple):
+                wrong.append(
+                    f"{name} is missing."
+                    if given is None
+                    else f"{name} is of type {type(given).__name__}, and no list."
+                )
+                continue
+            if len(given) != len(value.back):
+                wrong.append(f"{name} has {number_text(len(given), 'value')} of {len(value.back)}.")
+                continue
+            want = f"{value.aval.dtype.name}{list(value.aval.shape)}"
+            for k, x in zip(sorted(value.back, reverse=True), given, strict=True):
+                if not (hasattr(x, "shape") and hasattr(x, "dtype") and is_like(x, value.aval)):
+                    is_array = hasattr(x, "shape") and hasattr(x, "dtype")
+                    kind = f"{x.dtype.name}{list(x.shape)}" if is_array else f"something of type {type(x).__name__}"
+                    wrong.append(f"{name} has {kind} for {want}.")
+                found[value, k] = x
+        if wrong:
+            raise FlowError(
+                all_offenders(f"{where} is not what a run of this flow has left:", wrong) + self._why(strange)
+            )
+        described = [isinstance(x, jax.ShapeDtypeStruct) for x in found.values()]
+        if any(described) and not all(described):
+            raise FlowError(f"{where} has arrays and shapes; give one or the other.")
+        return None if any(described) else found
+
+    def _why(self, strange: Sequence[str]) -> str:
+        """What may be the matter."""
+        lines: list[str] = []
+        if any(" -> " in name or name.startswith(("state ", "returned ")) for name in strange):
+            lines.append("It was left by an older shardc, by channels; begin without it.")
+        if self._built.period > 1:
+            lines.append(f"The run that leaves it has to be of a multiple of {self._built.period} rounds.")
+        return "".join(f"\n{line}" for line in lines)
+
+
+def _same(one: Sequence[int | Fixed], other: Sequence[int | Fixed]) -> bool:
+    return len(one) == len(other) and all(
+        a.array is b.array if isinstance(a, Fixed) and isinstance(b, Fixed) else a == b
+        for a, b in zip(one, other, strict=True)
+    )
+
 
 Made: TypeAlias = Mapping[tuple[LateValue, int], Any]
 """What rounds before the first one made, by value and round, counted back: 1 is the last one before it."""
@@ -107,3 +293,11 @@ class Beginning:
 def _round(edge: Edge, turn: int) -> int:
     """The round in which an edge's taker runs for the `turn`-th time."""
     return (turn + 1) * edge.taker.every - 1
+
+
+def known(first: int | Fixed, state: Sequence[Any]) -> Any:
+    return first.array if isinstance(first, Fixed) else state[first]
+
+
+def entering(place: LeafPlace, aval: Any) -> Callable[[Any], Any]:
+    return (lambda x: x) if place.mesh is None else to_place(place, aval)

@@ -19,9 +19,9 @@ from jax.sharding import Mesh
 from shardc.arrays.fetch import of_words, words
 from shardc.arrays.pieces import pack_array, unpack_array
 from shardc.arrays.remote import RemoteArray, is_small
+from shardc.dataflow.beginning import LateValue, LateValues
 from shardc.dataflow.moves import LeafMove, stay, to_place
 from shardc.dataflow.network import Edge, FlowNetwork
-from shardc.dataflow.pending import LateValue, LateValues
 from shardc.dataflow.plan import PlannedFlow
 from shardc.dataflow.round import FlowNode
 from shardc.dataflow.work import HOST

@@ -10,15 +10,13 @@ from typing import Any
 
 import jax
 
+from shardc.dataflow.beginning import LateValue, LateValues, entering, known
 from shardc.dataflow.chart import FlowChart, measured_flow_chart, seconds_by_node
-from shardc.dataflow.moves import to_place
 from shardc.dataflow.page import flow_page
-from shardc.dataflow.pending import LateValue, LateValues
 from shardc.dataflow.plan import PlannedFlow
 from shardc.dataflow.remote import RemoteFlow
-from shardc.dataflow.round import Fixed, FlowNode, Origin
+from shardc.dataflow.round import FlowNode, Origin
 from shardc.dataflow.value import RoundValue
-from shardc.dataflow.work import LeafPlace
 from shardc.errors import FlowError
 from shardc.report.drawn import Drawn
 from shardc.report.page.page import write_page
@@ -189,11 +187,3 @@ class RunResults:
             return None
         logs = self._logs[origin.node, origin.index]
         return logs[made // every] if made // every < len(logs) else None
-
-
-def known(first: int | Fixed, state: Sequence[Any]) -> Any:
-    return first.array if isinstance(first, Fixed) else state[first]
-
-
-def entering(place: LeafPlace, aval: Any) -> Callable[[Any], Any]:
-    return (lambda x: x) if place.mesh is None else to_place(place, aval)
