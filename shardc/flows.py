@@ -16,6 +16,7 @@ from shardc import compat
 from shardc.api import function
 from shardc.arrays.gone import refuse_gone
 from shardc.calls.watch import notify_called, notify_made
+from shardc.dataflow.beginning import LateValues
 from shardc.dataflow.chart import flow_chart
 from shardc.dataflow.explain import flow_sections
 from shardc.dataflow.host import Host, checked_host
@@ -81,6 +82,12 @@ class FlowPlan(PlannedFlow):
 
     def _repr_html_(self) -> str | None:
         return sections_html(flow_sections(self))
+
+    @property
+    def pending(self) -> dict[str, list[jax.ShapeDtypeStruct]]:
+        """What a run leaves in its `.pending`, described: with the state, all that a later run needs to go on. Empty if
+        nothing is late. For `saved.last(or_else=(state, plan.pending))`."""
+        return LateValues(self.built).shapes()
 
     def trace(self, path: str | Path, *, rounds: int = 8, seconds: Mapping[str, Any] | None = None) -> None:
         """Writes some simulated rounds as a trace in JSON, for https://ui.perfetto.dev or chrome://tracing.
@@ -179,7 +186,7 @@ class Flow:
         round = Round(self.name, self.where)
         leaves, tree = jax.tree.flatten(item)
         source = _Inputs(self.where, [aval_of(x) for x in leaves], tree)
-        node = round.add("inputs", source, [None], source.results)
+        node = round.add("inputs", source, [None], source.results, called=self)
         round.trace(self._fn, state, node if self._has_item else None, tree)
         return FlowPlan(round, self._credits)
 
@@ -204,8 +211,8 @@ class Flow:
           state: pytree of arrays. Where a function donates it, its buffers are taken.
           inputs: the item of each round; read ahead by as many as there are credits.
           rounds: the most rounds; None: until the inputs or a host function have no more.
-          pending: what delayed channels hold when the run begins, as `.pending` of the run before says it. None: values
-            of rounds before the first one are what the state is, or `first=` of `shardc.late`.
+          pending: what rounds before the first one made that late values are, as `.pending` of the run before has it.
+            None, or shapes as `plan.pending` has them: what the state is, or `first=` of `shardc.late`.
           record: whether to wait for every node and keep its times, for `.seconds`, `.spans` and the pictures of what
             comes back. Slower than a plain run: nothing is launched ahead.
 

@@ -315,7 +315,9 @@ def test_options_of_a_host_function(options, text):
 
 def test_pending_of_another_run():
     text = text_of(FlowError, PAIR.run, X, [X], pending={"a": [X]})
-    assert text == f"{PAIR.where}: pending= is not what a run of this flow has left."
+    assert (
+        text == f"{PAIR.where}: pending= is not what a run of this flow has left:\n  a is no late value of this flow."
+    )
 
 
 # ---- items

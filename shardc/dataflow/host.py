@@ -50,12 +50,12 @@ class Host:
         if self.copies is None:
             work = self._work(self.fn, tree, len(leaves))
             return work.out_tree.unflatten(
-                round.values_of(round.add(self.name, work, leaves, work.results, every, source))
+                round.values_of(round.add(self.name, work, leaves, work.results, every, source, self))
             )
         made: list[Any] = []
         for copy in range(self.copies):
             work = self._work(partial(self.fn, copy), tree, len(leaves))
-            made += round.values_of(round.add(self.name, work, leaves, work.results, every, source))
+            made += round.values_of(round.add(self.name, work, leaves, work.results, every, source, self))
         count = len(jax.tree.leaves(self.gives))
         one_by_one = jax.tree.structure((tuple(made), {}))
         stack = StackWork(
@@ -63,7 +63,7 @@ class Host:
             tuple(jax.tree.leaves(stacked_gives(self.gives, self.copies))),
             f"{self.name} together", seconds=0.0,
         )  # fmt: skip
-        leaves = round.values_of(round.add(stack.name, stack, made, stack.results, every, source))
+        leaves = round.values_of(round.add(stack.name, stack, made, stack.results, every, source, self))
         return jax.tree.unflatten(jax.tree.structure(self.gives), leaves)
 
     def _work(self, call: Callable[..., Any], tree: Any, leaves: int) -> HostWork:

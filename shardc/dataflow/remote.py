@@ -19,14 +19,16 @@ from jax.sharding import Mesh
 from shardc.arrays.fetch import of_words, words
 from shardc.arrays.pieces import pack_array, unpack_array
 from shardc.arrays.remote import RemoteArray, is_small
+from shardc.dataflow.beginning import LateValue, LateValues
 from shardc.dataflow.moves import LeafMove, stay, to_place
 from shardc.dataflow.network import Edge, FlowNetwork
 from shardc.dataflow.plan import PlannedFlow
 from shardc.dataflow.round import FlowNode
+from shardc.dataflow.work import HOST
 from shardc.errors import ClusterError, FlowError, RoundFailedError, all_offenders
 from shardc.execute.process_group import group_of_run, look_at_run
 from shardc.execute.remote_values import bring
-from shardc.machine.devices import processes_of
+from shardc.machine.devices import me, processes_of
 from shardc.runtime.cluster import Cluster, current
 from shardc.runtime.distributed_network import DistributedNetwork
 from shardc.runtime.executor import Executor, ProcessShare
@@ -62,6 +64,12 @@ def process_of_rows(built: FlowNetwork) -> list[int]:
             near = [e.taker for e in built.edges if e.giver is node] + [e.giver for e in built.edges if e.taker is node]
             found[a] = next((found[built.actor[n]] for n in near if built.actor[n] in found), 0)
     return [found[a] for a in range(len(built.rows))]
+
+
+def nodes_here(built: FlowNetwork) -> frozenset[FlowNode]:
+    """The nodes that run in this process."""
+    processes = process_of_rows(built)
+    return frozenset(n for n in built.round.nodes if processes[built.actor[n]] == me())
 
 
 class RemoteFlow:
@@ -141,7 +149,7 @@ class RemoteFlow:
         )  # fmt: skip
 
     def brought(self, state: Sequence[Any]) -> list[Any]:
-        """The state with those leaves here that several processes read when a run begins."""
+        """The state with those leaves here that a process reads when a run begins that has not made them."""
         readers: dict[int, set[int]] = {}
         for edge in self._built.edges:
             for i in (f for m in edge.moves for f in m.first if isinstance(f, int)):
@@ -149,7 +157,8 @@ class RemoteFlow:
         for node, constants in self._built.constants.items():
             for i in constants.values():
                 readers.setdefault(i, set()).add(self._process_of(node))
-        wanted = [i for i, processes in sorted(readers.items()) if len(processes) > 1]
+        makers = {i: {self._process_of(o.node)} for i, o in enumerate(self._built.state) if o.node is not None}
+        wanted = [i for i, found in sorted(readers.items()) if len(found) > 1 or not found <= makers.get(i, found)]
         found = list(state)
         for i, x in zip(wanted, bring([state[i] for i in wanted]), strict=True):
             found[i] = x
@@ -182,28 +191,69 @@ class RemoteFlow:
                 found.append(RemoteArray(avals[i], place.placement, place.mesh))
         return found
 
+    def _home(self, value: LateValue, k: int) -> int:
+        """The process that has a late value when a run ends; -1: all have it."""
+        return self._process_of(value.back[k][0][0]) if value.back[k] else -1
+
+    def brought_late(self, late: LateValues, made: Mapping[tuple[LateValue, int], Any]) -> dict[Any, Any]:
+        """Late values with those here that nodes of several processes take."""
+        wanted = [
+            (value, k)
+            for value, k in late.entries()
+            if len({self._process_of(n) for n, _ in value.back[k]} | {self._home(value, k)}) > 1
+        ]
+        return {**made, **dict(zip(wanted, bring([made[key] for key in wanted]), strict=True))}
+
+    def known_late(self, late: LateValues, made: Mapping[tuple[LateValue, int], Any]) -> dict[Any, Any]:
+        """The late values that a run leaves, in all processes: of what is on the devices of another one, only where it
+        is, unless it is small."""
+        found: dict[Any, Any] = {}
+        sent: dict[tuple[int, int], Any] = {}
+        mine: dict[tuple[int, int], Sequence[Any]] = {}
+        homes: dict[tuple[int, int], int] = {}
+        entries = late.entries()
+        for i, (value, k) in enumerate(entries):
+            home = self._home(value, k)
+            place = value.back[k][0][1] if value.back[k] else HOST
+            if home in (-1, self.cluster.me) and (value, k) in made:
+                found[value, k] = made[value, k]
+            if home == -1:
+                continue
+            if isinstance(place.mesh, Mesh) and place.placement is not None and not is_small(value.aval):
+                found.setdefault((value, k), RemoteArray(value.aval, place.placement, place.mesh))
+                continue
+            sent[i, 0], homes[i, 0] = value.aval, home
+            if home == self.cluster.me:
+                mine[i, 0] = [made[value, k]] if (value, k) in made else []
+        told = self.exchange(mine, sent, homes)
+        return found | {entries[i]: told[i, 0][0] for i, _ in sent if told[i, 0]}
+
     def _process_of(self, node: FlowNode) -> int:
         return self._processes[self._built.actor[node]]
 
     def exchange(
-        self, mine: Mapping[tuple[int, int], Sequence[Any]], of: Mapping[tuple[int, int], Any]
-    ) -> dict[Any, Any]:
+        self, mine: Mapping[tuple[int, int], Sequence[Any]], of: Mapping[tuple[int, int], Any],
+        homes: Mapping[tuple[int, int], int] | None = None,
+    ) -> dict[Any, Any]:  # fmt: skip
         """The results of all nodes in all processes, which call this together.
 
         Args:
           mine: what nodes of this process gave, by node and result leaf.
           of: the type of each result, by node and leaf, of all processes.
+          homes: the process that has each; None: that of the node.
         """
+        if homes is None:
+            homes = {key: self._process_of(self._built.round.nodes[key[0]]) for key in of}
         cluster, tag = self.cluster, f"flow {self.network.number} {self.cluster.count('flow results')}"
         found: dict[Any, Any] = dict(mine)
         for key in sorted(of):
-            if self._process_of(self._built.round.nodes[key[0]]) == cluster.me:
+            if homes[key] == cluster.me:
                 whole = np.stack([np.asarray(words(x)) for x in mine[key]]) if mine[key] else None
                 for p in range(cluster.processes):
                     if p != cluster.me:
                         cluster.link(p).send_tagged(tag, (b"", ()) if whole is None else pack_array(whole))
         for key in sorted(of):
-            home = self._process_of(self._built.round.nodes[key[0]])
+            home = homes[key]
             if home != cluster.me:
                 packed = cluster.link(home).receive_tagged(tag, cluster.config.deadline)
                 found[key] = [of_words(x, of[key].dtype) for x in unpack_array(packed)] if packed[0] else []

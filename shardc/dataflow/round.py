@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from itertools import count
 from typing import TYPE_CHECKING, Any, Final
 
 import jax
@@ -27,8 +27,9 @@ class FlowNode:
     """One call of a round.
 
     Attributes:
-      number: in the order of calls.
-      name: of what is called; calls of one name are numbered: `grad[1]`.
+      number: in the order of calls; it tells nodes apart.
+      name, function: for people, of the call and of what is called: `grad[1]` and `grad`. No other node has this name,
+        and no other function of the round: a second one that is called `grad` is `grad#2`.
       work: what runs.
       given: the flat arguments: Values, arrays and constants.
       results: shape and dtype of each result leaf.
@@ -38,6 +39,7 @@ class FlowNode:
 
     number: int
     name: str
+    function: str
     work: Work
     given: list[Any]
     results: Sequence[Any]
@@ -94,7 +96,8 @@ class Round:
         self.out_tree: Any = None
         self.on_end: list[Callable[[Round], None]] = []
         """What is to be done when all calls are known."""
-        self._names: Counter[str] = Counter()
+        self._names: set[str] = set()
+        self._functions: dict[tuple[str, object], str] = {}
 
     # -- tracing
 
@@ -173,23 +176,35 @@ class Round:
                     f"{self.where}: {v!r} is a value of another round, {v.round.where}, and is gone with it."
                 )
 
-    def name_of(self, name: str) -> str:
-        """A name for the next call of this name: `grad`, `grad[1]`."""
-        count = self._names[name]
-        self._names[name] += 1
-        return f"{name}[{count}]" if count else name
+    def _unused(self, names: Iterator[str]) -> str:
+        found = next(n for n in names if n not in self._names)
+        self._names.add(found)
+        return found
 
-    def add(
-        self, name: str, work: Work, given: Sequence[Any], results: Sequence[Any], every: int = 1, source: str = ""
-    ) -> FlowNode:
+    def add(  # noqa: PLR0913  # what a call is
+        self, name: str, work: Work, given: Sequence[Any], results: Sequence[Any], every: int = 1, source: str = "",
+        called: object = None,
+    ) -> FlowNode:  # fmt: skip
         """Add a node.
+
+        Args:
+          name: of what is called, which others may have too.
+          work, given, results, every, source: as in `FlowNode`.
+          called: what is called, to tell it from others of this name.
 
         Raises:
           FlowError: a value comes from another round, or from a node that runs in other rounds.
         """
         values = [x for x in given if isinstance(x, RoundValue)]
         self._check(values)
-        node = FlowNode(len(self.nodes), self.name_of(name), work, list(given), results, every, source)
+        key = name, (type(work), _code_of(called))
+        if key in self._functions:
+            function = self._functions[key]
+            called_as = self._unused(f"{function}[{i}]" for i in count(1))
+        else:
+            function = called_as = self._unused(name if i == 1 else f"{name}#{i}" for i in count(1))
+            self._functions[key] = function
+        node = FlowNode(len(self.nodes), called_as, function, work, list(given), results, every, source)
         wrong = [line for v in values for line in self._wrong_rate(node, v)]
         if wrong:
             raise FlowError(
@@ -260,6 +275,13 @@ class Round:
                 begin = found.first[0] if first is None else Fixed(first)
                 return Origin(found.node, found.index, found.delay + n, [begin] * n + found.first)
         raise AssertionError(v.origin)
+
+
+def _code_of(called: object) -> object:
+    """What functions share that one definition makes, such as a `shardc.function` for each of several meshes."""
+    for inside in ("__wrapped__", "fn", "func"):
+        called = getattr(called, inside, called)
+    return getattr(called, "__code__", called)
 
 
 def _aval(x: Any) -> Any:

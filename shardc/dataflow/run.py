@@ -13,7 +13,7 @@ from shardc.dataflow.beginning import Beginning
 from shardc.dataflow.moves import copied, mover, on_host, stay
 from shardc.dataflow.network import Edge, NodeStep, devices_of
 from shardc.dataflow.plan import PlannedFlow
-from shardc.dataflow.remote import RemoteFlow, process_of_rows, sender
+from shardc.dataflow.remote import RemoteFlow, nodes_here, process_of_rows, sender
 from shardc.dataflow.results import Rounds, RunResults
 from shardc.dataflow.round import FlowNode
 from shardc.dataflow.shared import Shared, pots_of, read_only_what_is_used, shared_works
@@ -54,7 +54,7 @@ class FlowRun:
         self._executor: Executor | None = None
         self._lock = threading.Lock()
         self._processes = process_of_rows(plan.built)
-        self._here = frozenset(n for n in plan.nodes if self._processes[plan.built.actor[n]] == me())
+        self._here = nodes_here(plan.built)
         self._remote: RemoteFlow | None = None
         self._steps = {s.label: s for row in plan.network.actors for s in row}
         self._beginning = Beginning(plan, self._here)
@@ -227,9 +227,13 @@ class FlowRun:
         self, state: Sequence[Any], items: Any, rounds: int, pending: Any, record: bool
     ) -> tuple[list[Any], Rounds]:
         executor, remote = self._opened(), self._remote
+        late = self._beginning.late
+        made = late.of(pending)
+        if made is not None and remote is not None:
+            made = remote.brought_late(late, made)
         state = self._beginning.own(state if remote is None else remote.brought(state))
-        first, past = self._beginning.first(state, pending), self._beginning.past(state, pending)
-        self._now.run = current = RunResults(self.plan, self._here, state, items, past)
+        first, past = self._beginning.first(state, made), self._beginning.past(state, made)
+        self._now.run = current = RunResults(self.plan, self._here, state, items, late, past)
         current.record = record
         if (client := calling_client()) is not None:
             current.turns = client.calling
@@ -240,9 +244,11 @@ class FlowRun:
         if remote is not None:
             complete = remote.agreed(complete)
             current.share_logs(remote)
-        left = self._beginning.pending(executor.left, complete) | current.past(complete)
+        left = self._beginning.left(executor.left, complete) | current.past(complete)
+        if remote is not None:
+            left = remote.known_late(late, left)
         executor.left = {}
-        given = Rounds(current.given_in(complete), left, self.plan, self._of_all(spans) if record else ())
+        given = Rounds(current.given_in(complete), late.named(left), self.plan, self._of_all(spans) if record else ())
         given.writes = remote is None or not remote.cluster.me
         if remote is None:
             return current.state(complete - 1), given
