@@ -252,7 +252,6 @@ class Supervisor:
             self._server.drop(process)
         self._number(places)
         self._epoch += 1
-        self._goodput.interrupt()
         self._tell_epoch()
         self._start(range(len(self._members)))
 
@@ -367,7 +366,6 @@ class Supervisor:
         """Mend a loss: start again the lost processes, and all that cannot go on without them."""
         self._epoch += 1
         self._restarts -= 1
-        self._goodput.interrupt()
         ended = {m.process for m in self._members if m.ended is not None}
         again = self._with_islands(lost | ended)
         if not self._stop(cause, again):
@@ -407,6 +405,7 @@ class Supervisor:
         self._start(sorted(again))
 
     def _tell_epoch(self) -> None:
+        self._goodput.begin(self._epoch)
         self._server.notify_all({"event": "epoch", "epoch": self._epoch, "restarts": self._restarts}, newcomers=True)
 
     def _go_on(self) -> None:
@@ -518,8 +517,8 @@ class Supervisor:
         with suppress(ValueError):  # an error in place of facts: the status line has it
             said = json.loads(statuses.get(0) or "{}")
             if "step" in said:
-                self._goodput.see(now, said["step"])
-            if "saved" in said and said["saved"] != self._saved:
+                self._goodput.see(now, said["epoch"], said["step"])
+            if "saved" in said and said["epoch"] == self._epoch and said["saved"] != self._saved:
                 self._saved = said["saved"]
                 self._grow()
 

@@ -182,10 +182,13 @@ class Cluster:
 
     def say(self, **facts: Any) -> None:
         """Report progress: facts (numbers and texts) go to the launcher with the next sign of life. It shows `step`,
-        `loss`, `tokens` (a second) and `waits` (for which process). None removes a fact."""
-        known = {name: fact for name, fact in {**self._facts, **facts}.items() if fact is not None}
-        json.dumps(known)  # what cannot be sent is an error of the caller
-        self._facts = known
+        `loss`, `tokens` (a second) and `waits` (for which process). None removes a fact. Facts belong to the epoch in
+        which they are said."""
+        with self._changed:
+            said = {**self._facts, **facts, "epoch": self.epoch}
+            known = {name: fact for name, fact in said.items() if fact is not None}
+            json.dumps(known)  # what cannot be sent is an error of the caller
+            self._facts = known
 
     def _look(self) -> None:
         """Look at the gatherings that are not finished: tell the others what came here, and report what is wrong."""
@@ -584,6 +587,7 @@ class Cluster:
             assert self._next is not None
             self.config = replace(self.config, epoch=self._next)
             self._next = self._lost = None
+            self._facts = {}
             self._counts.clear()
             self._gathering.clear()
             self._early.clear()

@@ -1,6 +1,7 @@
 """The supervisor with processes that are threads: losses and restarts in any order, without the cost of processes."""
 
 import itertools
+import json
 import random
 import threading
 import time
@@ -614,7 +615,7 @@ def test_a_run_goes_on_with_fewer_and_grows_again(tmp_path, capfd, processes, is
         made[lost].come()
         until(lambda: "is there; the run takes it at its next checkpoint" in capfd.readouterr().err)
         first = made[next(iter(left))]
-        first.clients[-1].status = lambda: '{"step": 7, "saved": 5}'
+        first.clients[-1].status = lambda: f'{{"epoch": {first.configs[-1].epoch}, "step": 7, "saved": 5}}'
         until(lambda: all(len(h.configs) >= 2 and h.configs[-1].processes == processes for h in made), 10)
         assert [h.configs[-1].me for h in made] == list(range(processes))
         assert {h.configs[-1].islands for h in made} == {islands}
@@ -654,3 +655,18 @@ def test_several_losses_of_one_cause_are_one_restart(tmp_path, capfd):
         until(lambda: all(len(h.configs) == 2 for h in made[1:]))
         assert [c.epoch for c in made[0].configs] == [0]
     assert capfd.readouterr().err.count("is lost (") == 1
+
+
+def test_a_status_counts_in_the_epoch_in_which_it_was_said(tmp_path, monkeypatch):
+    run = Run(tmp_path, work(True), 2, 2, 1)
+    supervisor, statuses = run.supervisor, {}
+    monkeypatch.setattr(run.server, "statuses", lambda: statuses)
+    seen = [(float(i), 0, i) for i in range(6)] + [(6.0, 0, 5)] + [(66.0 + k, 1, i) for k, i in enumerate(range(4, 10))]
+    for now, epoch, step in seen:  # process 0 lives: at 6 s, after the loss, it still says what it said before
+        if now == 6.0:
+            supervisor._epoch = 1
+            supervisor._tell_epoch()
+        statuses[0] = json.dumps({"epoch": epoch, "step": step, "saved": step})
+        supervisor._look_at_progress(now)
+    assert (supervisor._goodput.losses, supervisor._goodput.seconds()) == (1, 3.0 + 5.0)
+    run.server.close()
