@@ -46,14 +46,17 @@ from shardc.errors import (
     CheckpointError,
     PeerLostError,
     PipelineError,
+    RunEnds,
     all_offenders,
     is_of_another_process,
 )
 from shardc.execute.process_group import settle_all
 from shardc.runtime import cluster
+from shardc.runtime.last_step import LastStep, LastStepAlone
 from shardc.versions import VERSION
 
 _log: Final = logging.getLogger("shardc")
+_alone: Final = LastStepAlone()
 
 SECONDS: Final = 600.0
 """For writing one checkpoint."""
@@ -151,6 +154,10 @@ class Checkpoints:
             raise ArgumentError(f"shardc.checkpoints: {self.directory} is in use: enter it once.")
         writer = Writer(SECONDS)
         self._meet(writer, None)
+        peers = _peers()
+        alone = _alone if self._group.processes == 1 else LastStep()  # without a launcher nobody asks several processes
+        self._last_step = alone if peers is None else peers.last_step
+        self._last_step.open(self)
         self._writer = writer
         return self
 
@@ -167,6 +174,7 @@ class Checkpoints:
             writer.close()
             if writer.wait(0.0):  # else it is freed when this process ends
                 self._lock.free()
+            self._last_step.close(self, failed=error is not None)
 
     @compat.api_boundary
     def last(self, or_else: Any, *, mesh: Any = None, placements: Any = None) -> tuple[Any, int]:
@@ -221,6 +229,7 @@ class Checkpoints:
           CheckpointError: this state, or one before, cannot be written; at the first step, another run writes to the
             directory.
           ArgumentError: the number is not larger than the last one, or is none; arrays were donated to a call.
+          SystemExit: with code 143, if the run is asked to end (SIGTERM). The state is written.
         """
         writer = self._open_writer()
         try:
@@ -235,12 +244,17 @@ class Checkpoints:
                 f"saved.step({step}): step {self._newest} is there already. Begin with `state, start = "
                 "saved.last(or_else=...)` and step `start`, or give another directory."
             )
+        is_last = self._last_step.begins()
         self._progress.step(step, loss, tokens)
         if not self._is_tidy:
             self._tidy()
         self._newest, self._took_steps = step, True
-        if (step + 1) % self.every == 0:
+        if is_last or (step + 1) % self.every == 0:
             self._write(writer, step, state)
+        if is_last:
+            self._end(writer)
+            if self._last_step.saved(self):
+                raise RunEnds(step)
 
     @compat.api_boundary
     def run(

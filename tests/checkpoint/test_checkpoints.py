@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import shutil
+import signal
 import threading
 import time
 from typing import NamedTuple
@@ -541,6 +542,61 @@ def test_a_checkpoint_of_a_newer_shardc(tmp_path):
         saved.last(or_else={"x": 5})
     assert f"{path} has format 3 and was written by shardc {shardc.__version__}. This is shardc " in str(error.value)
     assert names(tmp_path) == ["0", "1"]
+
+
+# -- runs that are asked to end
+
+
+def test_a_process_alone_saves_at_its_next_step_after_sigterm(tmp_path):
+    with pytest.raises(SystemExit) as end, shardc.checkpoints(tmp_path, every=10**6) as saved:
+        for i in range(100):
+            if i == 3:
+                signal.raise_signal(signal.SIGTERM)
+            saved.step(i, {"x": i})
+    assert (end.value.code, i, names(tmp_path)) == (143, 3, ["3"])
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    with shardc.checkpoints(tmp_path) as saved:
+        assert saved.last(or_else={"x": 0}) == ({"x": 3}, 4)
+        saved.step(4, {"x": 4})
+
+
+def test_all_processes_save_one_step_and_end(tmp_path):
+    """Of a loop of `saved.run`, in which a lost peer is mended and an end that is asked for is not."""
+    heard = threading.Barrier(3)
+
+    def body(cluster):
+        def one_step(i, state):
+            if i == 2 + cluster.me:  # process 2 is two steps ahead
+                begun.append(cluster.last_step.ask())
+                heard.wait(20)
+                cluster.last_step.end_after(max(begun))
+            return {"x": state["x"] + 1}
+
+        with shardc.checkpoints(tmp_path, every=10**6) as saved:
+            try:
+                saved.run(one_step, lambda: {"x": np.zeros(())}, steps=100)
+            except SystemExit as end:
+                return end.code, end.step
+        return None
+
+    begun = []
+    assert all_processes([body] * 3) == [(143, 4)] * 3 and sorted(begun) == [2, 3, 4]
+    assert names(tmp_path) == ["4"]
+
+
+def test_of_two_loops_both_save_before_the_process_ends(tmp_path):
+    with (
+        pytest.raises(SystemExit) as end,
+        shardc.checkpoints(tmp_path / "a", every=10**6) as a,
+        shardc.checkpoints(tmp_path / "b", every=10**6) as b,
+    ):
+        for i in range(100):
+            a.step(i, {"x": i})
+            if i == 3:
+                signal.raise_signal(signal.SIGTERM)
+            b.step(i, {"x": i})
+    assert end.value.code == 143
+    assert names(tmp_path / "b") == ["3"] and names(tmp_path / "a") == ["4"]
 
 
 # -- two runs in one directory
