@@ -67,7 +67,9 @@ class RemoteProcess:
     ) -> None:
         self.number = number
         self.host = ""
-        """The name of the agent's host."""
+        """The unique name of the agent's host."""
+        self.host_name = ""
+        """The host as the user knows it: by its number, or the name that `--hosts` gives it, or its own."""
         self.status: Callable[[], str] = str
         """Gives the activity of the process, from the agent's last sign of life; empty if that is long ago."""
         self._notify, self._events, self._screen = notify, events, screen
@@ -87,6 +89,7 @@ class RemoteProcess:
         match said["what"]:
             case "here":
                 self.host = said["host"]
+                self.host_name = self.host_name or said.get("name") or self.host.split()[0]
                 self._here.set()
                 self._events.put(("host here", self.number))
             case "terminate":
@@ -276,7 +279,8 @@ def serve(
             if forward is not None:
                 forward.store = store
             with suppress(ClusterError):  # the connection is lost at once
-                store.report({"what": "here", "host": host_id()})
+                name = "" if options.host is None else f"{options.host} ({platform.node()})"
+                store.report({"what": "here", "host": host_id(), "name": name})
             code = _obey(post, process, store, events, prepare)
             process.kill()
             process.wait(GRACE)

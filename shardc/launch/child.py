@@ -23,8 +23,16 @@ from typing import Any, Final, NoReturn
 
 import jax
 
+from shardc import compat
 from shardc.arrays.buffers import allocate
-from shardc.errors import ClusterError, DisagreementError, RunEnds, StepFailedError, is_of_another_process
+from shardc.errors import (
+    ClusterError,
+    DisagreementError,
+    RunEnds,
+    ShardcError,
+    StepFailedError,
+    is_of_another_process,
+)
 from shardc.execute.process_group import settle_all
 from shardc.launch.job import Job
 from shardc.launch.output import write_all
@@ -169,6 +177,7 @@ def error_text(error: BaseException) -> tuple[str, int]:
         if isinstance(error.code, int):
             return "", error.code & 0xFF
         return f"{error.code}\n", 1
+    _drop_notes(error)
     stderr, sys.stderr = sys.stderr, io.StringIO()
     try:
         trace = _of_script(error.__traceback__)
@@ -177,6 +186,14 @@ def error_text(error: BaseException) -> tuple[str, int]:
     finally:
         sys.stderr = stderr
     return text, 130 if isinstance(error, KeyboardInterrupt) else 1
+
+
+def _drop_notes(error: BaseException | None) -> None:
+    """Drop JAX's note that it has removed frames of its own: errors of shardc say all, and it stands between lines."""
+    while error is not None:
+        if isinstance(error, ShardcError) and compat.FRAMES_NOTE in getattr(error, "__notes__", ()):
+            error.__notes__.remove(compat.FRAMES_NOTE)
+        error = error.__cause__ or error.__context__
 
 
 def _of_script(trace: TracebackType | None) -> TracebackType | None:

@@ -526,10 +526,12 @@ class Supervisor:
             self._screen.say(f"{processes_text(late)} did not end within {self._job.config.grace:g} s")
             self._interrupted = True
             self._interrupt()
+        elif "" in begun:
+            return  # not all have said it
         elif without:
             self._screen.say(f"{processes_text(without)} {'has' if len(without) == 1 else 'have'} no loop that saves")
             self._interrupt()
-        elif ending.after is None and "" not in begun:
+        elif ending.after is None:
             ending.after = max(begun)
             self._server.notify_all({"event": "end after", "steps": ending.after})
 
@@ -640,5 +642,5 @@ class Supervisor:
 
 
 def _host(place: _Place) -> str:
-    host = getattr(place.handle, "host", "")
-    return f"host {host.split()[0]}" if host else "its host"
+    name = getattr(place.handle, "host_name", "")
+    return f"host {name}" if name else "its host"

@@ -100,6 +100,7 @@ class _SshProcess(RemoteProcess):
 
     def __init__(self, number: int, agents: Agents, screen: Screen | None, host: str, post: Mapping[str, Any]) -> None:
         super().__init__(number, agents.notifier(number), agents.events, screen)
+        self.host_name = host
         agents.add(self)
         self._begin = lambda: _Ssh(host, json.dumps({**post, "place": number}) + "\n")
         self.ssh = self._begin()

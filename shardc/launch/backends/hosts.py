@@ -155,9 +155,8 @@ def _follow(options: RunOptions, mine: range, events: SimpleQueue[Event], prepar
     until, asked = math.inf, False
     while ends.qsize() < len(mine) and monotonic() < until:
         if event := signal_of(events):
-            if event[0] == "interrupt" or asked:
-                until = min(until, monotonic() + 2 * GRACE)
-            asked = True
+            soon = event[0] == "interrupt" or asked
+            until, asked = min(until, monotonic() + (0.0 if soon else options.grace) + 2 * GRACE), True
             for queue in queues:
                 queue.put(event)
     end = INTERRUPTED if ends.empty() else ends.get()  # an agent that still connects has started nothing

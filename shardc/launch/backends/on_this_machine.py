@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import signal
+import subprocess
 import tempfile
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
@@ -28,6 +29,8 @@ _SIGNALS: Final[Mapping[signal.Signals, Event]] = {
     signal.SIGUSR2: ("terminate",),
 }
 """Signals and their events. Schedulers send SIGTERM some seconds before they kill, Slurm also what `--signal` says."""
+_GUARD: Final = 'read -r line; rm -rf -- "$1"'
+"""Waits for the end of its standard input, which ends with this process; then removes a directory."""
 _LONGEST: Final = 80
 """The longest path of a directory for UNIX sockets: an address has at most 107 bytes."""
 
@@ -60,14 +63,21 @@ def run_on_this_machine(options: RunOptions, processes: int) -> int:
 
 @contextmanager
 def private_directory() -> Generator[Path]:
-    """A directory that only this user can enter, for the time of a run."""
+    """A directory that only this user can enter, for the time of a run. It goes with this process, also if that is
+    killed while it runs no other, whose guards would remove it."""
     path = Path(tempfile.mkdtemp(prefix="shardc-"))
     if len(str(path)) > _LONGEST:
         path.rmdir()
         path = Path(tempfile.mkdtemp(prefix="shardc-", dir="/tmp"))
+    guard = subprocess.Popen(
+        ["/bin/sh", "-c", _GUARD, "sh", path],
+        stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+    )  # fmt: skip
     try:
         yield path
     finally:
+        with guard:
+            guard.kill()
         shutil.rmtree(path, ignore_errors=True)
 
 
