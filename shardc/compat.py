@@ -223,6 +223,11 @@ def api_boundary(fn: F) -> F:
     return _traceback_util.api_boundary(fn)
 
 
+_REMOVED: Final = _traceback_util._simplified_tb_msg  # pyright: ignore[reportPrivateUsage]
+FRAMES_NOTE: Final = f"--------------------\n{_REMOVED}"
+"""What JAX notes in an error below a function of `api_boundary`."""
+
+
 def users_level() -> int:
     """The `stacklevel` for a warning of the caller that shows the user's line."""
     callers = [frame.filename for frame in inspect.stack(0)[1:]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from pathlib import Path
 from typing import Any
 
@@ -209,7 +209,8 @@ class Flow:
 
         Args:
           state: pytree of arrays. Where a function donates it, its buffers are taken.
-          inputs: the item of each round; read ahead by as many as there are credits.
+          inputs: the item of each round; read ahead by as many as there are credits. In several processes those of
+            process 0 are read; the others give as many, or an iterator without length, of items of the same types.
           rounds: the most rounds; None: until the inputs or a host function have no more.
           pending: what rounds before the first one made that late values are, as `.pending` of the run before has it.
             None, or shapes as `plan.pending` has them: what the state is, or `first=` of `shardc.late`.
@@ -221,6 +222,7 @@ class Flow:
 
         Raises:
           ArgumentError: the state was donated to a call or another run.
+          DisagreementError: processes give another state, other pending values or another number of rounds.
           MeshError: a mesh has no devices.
           RoundFailedError: a node failed; the error has the state of the last complete round.
         """
@@ -239,7 +241,7 @@ class Flow:
             except StopIteration:
                 return state, Rounds([], pending or {})
             plan = self.plan(state, first)
-            items = _Items(self.where, first, iterator)
+            items = _Items(self.where, first, iterator, len(inputs) if isinstance(inputs, Sized) else None)
         elif inputs is not None:
             raise ArgumentError(
                 f"{self.where} takes no item; write `def {self.name}(state, item):`, or give no inputs."
@@ -296,10 +298,19 @@ class _Inputs(HostWork):
 
 
 class _Items:
-    """The items of one run, the first of them seen already."""
+    """The items of one run, the first of them seen already.
 
-    def __init__(self, where: str, first: Any, rest: Iterator[Any]) -> None:
-        self._where, self._first, self._rest = where, [first], rest
+    Attributes:
+      count: how many there are; None if the inputs do not say it.
+    """
+
+    def __init__(self, where: str, first: Any, rest: Iterator[Any], count: int | None) -> None:
+        self._where, self._first, self._rest, self.count = where, [first], rest, count
+
+    @property
+    def first(self) -> list[Any]:
+        """The leaves of the first item, until it is taken."""
+        return jax.tree.leaves(self._first)
 
     def next(self, work: _Inputs, round: int) -> list[Any]:
         item = self._first.pop() if self._first else next(self._rest)

@@ -12,6 +12,7 @@ import jax
 from shardc.checkpoint.manifest import DamagedError
 from shardc.errors import CheckpointError, ShardcError
 from shardc.execute.process_group import gather_by_jax
+from shardc.runtime.last_step import LastStep
 
 T = TypeVar("T")
 
@@ -33,6 +34,8 @@ class ClusterPeers(Protocol):
     @property
     def config(self) -> Islands: ...
     def gather(self, name: str, text: str) -> list[str]: ...
+    @property
+    def last_step(self) -> LastStep: ...
     def rejoin(self) -> None: ...
 
 

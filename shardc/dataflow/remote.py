@@ -1,16 +1,20 @@
 """A flow in several processes: which process runs which actor, messages as bytes, and what all processes get to know.
 
 Every process runs the same script and traces the same round. An actor runs where the devices of its mesh are; Python on
-the host runs beside what reads its results, or where `process=` says. The inputs are read by process 0.
+the host runs beside what reads its results, or where `process=` says. The inputs are read by process 0. Each process
+hands its own state to the nodes that it runs, so values are compared before the first round.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Final
 
 import jax
 import numpy as np
@@ -18,21 +22,151 @@ from jax.sharding import Mesh
 
 from shardc.arrays.fetch import of_words, words
 from shardc.arrays.pieces import pack_array, unpack_array
-from shardc.arrays.remote import RemoteArray, is_small
+from shardc.arrays.remote import RemoteArray, is_remote, is_small
 from shardc.dataflow.beginning import LateValue, LateValues
 from shardc.dataflow.moves import LeafMove, stay, to_place
 from shardc.dataflow.network import Edge, FlowNetwork
 from shardc.dataflow.plan import PlannedFlow
-from shardc.dataflow.round import FlowNode
+from shardc.dataflow.round import Fixed, FlowNode
+from shardc.dataflow.shared import Shared
+from shardc.dataflow.value import RoundValue
 from shardc.dataflow.work import HOST
 from shardc.errors import ClusterError, FlowError, RoundFailedError, all_offenders
-from shardc.execute.process_group import group_of_run, look_at_run
+from shardc.execute.process_group import (
+    ProcessGroup,
+    environment,
+    given_whole,
+    group_of_run,
+    look_at_run,
+    value_facts,
+    value_text,
+)
 from shardc.execute.remote_values import bring
 from shardc.machine.devices import me, processes_of
+from shardc.passes.trace.trace import is_array
+from shardc.runtime.calls import processes_text, refuse_unlike
 from shardc.runtime.cluster import Cluster, current
 from shardc.runtime.distributed_network import DistributedNetwork
 from shardc.runtime.executor import Executor, ProcessShare
 from shardc.runtime.transport.link import Packed
+
+_log: Final = logging.getLogger("shardc")
+_HAS: Final = "the values that it has"
+_FIRST: Final = "the first item"
+_ITEMS: Final = "the number of items"
+_BESIDE: Final = (_HAS, _FIRST, _ITEMS)
+"""What may differ, or be unknown in some processes."""
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What a process says of a run before its first round.
+
+    Attributes:
+      rounds: how many at most; None: until the inputs or a host function have no more.
+      items: how many items the inputs have; None: nobody knows, or there are none.
+      first: the leaves of the first item.
+      values: arrays by name, wherever they live.
+    """
+
+    rounds: int | None
+    items: int | None
+    first: Sequence[Any]
+    values: Mapping[str, Any]
+
+
+def agree_on_run(plan: PlannedFlow, group: ProcessGroup, facts: RunFacts) -> None:
+    """Make sure that all processes begin the same run. Waits for them.
+
+    Args:
+      group: all processes.
+      facts: of this process. A value that it has whole is compared with those of the others that have it.
+
+    Raises:
+      DisagreementError: in all of them, with all that differs.
+    """
+    what = f"the flow {plan.name}"
+    has = {name: x for name, x in facts.values.items() if given_whole(x) and not is_remote(x)}
+    beside = {
+        _HAS: json.dumps(list(has)),
+        _FIRST: ", ".join(value_text(x) for x in facts.first if given_whole(x)),
+    }
+    if facts.items is not None:
+        beside[_ITEMS] = str(facts.items)
+    said = group.gather(what, {**_same(plan, facts.rounds), **beside})
+    refuse_unlike(what, group.members, [{k: v for k, v in each.items() if k not in _BESIDE} for each in said])
+    refuse_unlike(what, group.members, [{k: v for k, v in each.items() if k == _ITEMS} for each in said], True)
+    others = [p for p, each in zip(group.members, said, strict=True) if each[_FIRST] != said[0][_FIRST]]
+    if others and me() == group.members[0]:
+        _log.warning(
+            "%s: process 0 reads the inputs. Those of %s begin with another item, and are not read.",
+            plan.round.where, processes_text(others),
+        )  # fmt: skip
+    count = Counter(name for each in said for name in json.loads(each[_HAS]))
+    if any(n > 1 for n in count.values()):
+        common = [name for name in has if count[name] > 1]
+        group.agree(f"{what}, its values", value_facts(common, [has[name] for name in common]), where_known=True)
+
+
+def digest_of(plan: PlannedFlow) -> str:
+    """A digest that is equal where the same flow is planned alike."""
+    parts = [f"{n.name} every {n.every} {getattr(getattr(n.work, 'plan', None), 'digest', '')}" for n in plan.nodes]
+    parts += [
+        f"{e.giver}>{e.taker}>{e.delay}>{e.registers}>{[(m.output, m.argument) for m in e.moves]}" for e in plan.edges
+    ]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def _same(plan: PlannedFlow, rounds: int | None) -> dict[str, str]:
+    """What is the same in all processes: types and constants, the plan, releases and settings."""
+    round, source = plan.round, plan.nodes[0]
+    items = [(f"leaf {i} of the item", x) for i, x in enumerate(source.results)]
+    types = {
+        name: f"{x.dtype}[{','.join(map(str, x.shape))}]" for name, x in [(v.name, v) for v in round.state] + items
+    }
+    return {
+        **types,
+        **{name: repr(x) if isinstance(x, bool | str) else type(x).__name__ for name, x in round.constants},
+        "rounds=": str(rounds),
+        "the structure of the item": str(getattr(source.work, "out_tree", "")),
+        "the plan": f"digest {digest_of(plan)[:12]}",
+        **environment(),
+    }
+
+
+def values_of_state(
+    plan: PlannedFlow, state: Sequence[Any], pending: Mapping[str, Sequence[Any]] | None
+) -> dict[str, Any]:
+    """The arrays that a run begins with, by name."""
+    found = {v.name: x for v, x in zip(plan.round.state, state, strict=True)}
+    for name, turns in (pending or {}).items():
+        for turn, values in enumerate(turns):
+            leaves = jax.tree.leaves(values)
+            found |= {f"pending {name}, message {turn}, leaf {i}": x for i, x in enumerate(leaves)}
+    return found
+
+
+def values_of_nodes(plan: PlannedFlow, shared: Sequence[Shared]) -> dict[str, Any]:
+    """The arrays that are known since the round was traced, by name: they stay the same in all runs.
+
+    Args:
+      shared: the states that calls of the round change. One that was changed is known where it lives.
+    """
+    found: dict[str, Any] = {}
+    for node in plan.nodes:
+        given = [(i, x) for i, x in enumerate(node.given) if is_array(x) and not isinstance(x, RoundValue)]
+        found |= {f"argument {i} of {node}": x for i, x in given}
+        program = getattr(getattr(node.work, "plan", None), "program", None)
+        found |= {f"captured array {i} of {node}": x for i, x in enumerate(getattr(program, "captured", ()))}
+    for edge in plan.edges:
+        firsts = [f for move in edge.moves for f in move.first if isinstance(f, Fixed)]
+        found |= {f"first= {i} of {edge.giver} for {edge.taker}": f.array for i, f in enumerate(firsts)}
+    for number, one in enumerate(shared):
+        found |= {} if one.changes else {f"leaf {i} of shared state {number}": x for i, x in enumerate(one.leaves)}
+    return found
+
+
+# --- the actors and their messages ------------------------------------------------------------------------------------
 
 
 def process_of_rows(built: FlowNetwork) -> list[int]:
@@ -82,8 +216,8 @@ class RemoteFlow:
     """
 
     def __init__(self, plan: PlannedFlow, processes: Sequence[int], wide: bool) -> None:
-        cluster, group = current(), group_of_run()
-        if cluster is None or group is None:
+        cluster = current()
+        if cluster is None or cluster.processes == 1:
             raise ClusterError(
                 f"{plan.round.where}: its nodes are in processes {', '.join(map(str, sorted(set(processes))))}, which "
                 "know nothing of each other; start them with python -m shardc run --processes n --islands n script.py."
@@ -91,8 +225,7 @@ class RemoteFlow:
         self.cluster: Cluster = cluster
         self.epoch = cluster.epoch
         self._built, self._processes, self._where = plan.built, list(processes), plan.round.where
-        digest = hashlib.sha256(_text_of(plan).encode()).hexdigest()
-        group.agree(f"the flow {plan.name}", {"its plan": digest[:12]})
+        digest = digest_of(plan)
         links = {p: cluster.link(p) for p in range(cluster.processes) if p != cluster.me}
         number = int.from_bytes(hashlib.sha256(f"{digest} {cluster.count(digest)}".encode()).digest()[:8])
         codec = _Codec(plan.built.edges, wide)
@@ -258,15 +391,6 @@ class RemoteFlow:
                 packed = cluster.link(home).receive_tagged(tag, cluster.config.deadline)
                 found[key] = [of_words(x, of[key].dtype) for x in unpack_array(packed)] if packed[0] else []
         return found
-
-
-def _text_of(plan: PlannedFlow) -> str:
-    """A text that is equal where the same flow is planned alike."""
-    parts = [f"{n.name} every {n.every} {getattr(getattr(n.work, 'plan', None), 'digest', '')}" for n in plan.nodes]
-    parts += [
-        f"{e.giver}>{e.taker}>{e.delay}>{e.registers}>{[(m.output, m.argument) for m in e.moves]}" for e in plan.edges
-    ]
-    return "\n".join(parts)
 
 
 def sender(keep: Sequence[bool]) -> LeafMove:

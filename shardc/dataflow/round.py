@@ -80,6 +80,7 @@ class Round:
       name, where: of the flow, and with its line.
       nodes: in the order of calls. The first one gives the inputs.
       state: the arrays among the state's leaves, as the round begins.
+      constants: the other leaves of the state, with their names.
       held: each state leaf as the round ends.
       outs, out_tree: what the round gives besides.
     """
@@ -88,6 +89,7 @@ class Round:
         self.name, self.where = name, where
         self.nodes: list[FlowNode] = []
         self.state: list[RoundValue] = []
+        self.constants: list[tuple[str, Any]] = []
         self.held: list[RoundValue] = []
         self.outs: list[Any] = []
         self._leaves: list[Any] = []
@@ -115,9 +117,11 @@ class Round:
         """
         pairs, self._tree = jax.tree_util.tree_flatten_with_path(state)
         for path, x in pairs:
+            name = "/".join(filter(None, ("state", path_text(path))))
             if is_array(x):
-                name = "/".join(filter(None, ("state", path_text(path))))
                 self.state.append(RoundValue(_aval(x), Held(len(self.state)), self, name))
+            else:
+                self.constants.append((name, x))
             self._leaves.append(self.state[-1] if is_array(x) else x)
         args = [self._tree.unflatten(self._leaves)]
         if inputs is not None:

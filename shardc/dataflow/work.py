@@ -166,7 +166,7 @@ class FunctionWork:
             (name, x) for name, x in zip(call.names, call.leaves, strict=True)
             if is_array(leaves[x.index] if isinstance(x, _Slot) else x)
         ]  # fmt: skip
-        for (name, x), placement in zip(arrays, self.plan.inputs, strict=True):
+        for (name, x), placement in zip(arrays, self.plan.inputs, strict=False):  # captured arrays follow
             if isinstance(x, _Slot):
                 takes[x.index] = self._place(mesh, placement)
                 if name in function.donates:

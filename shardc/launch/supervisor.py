@@ -1,6 +1,7 @@
 r"""The supervisor of a run: starts its processes, and again those that are lost, and ends all if one fails for good.
 
 started -> joined -> done -> asked to leave -> ended         all well
+         |       \-> asked to end (SIGTERM) -> saves at the common last step -> done
              \-> lost -> its island is killed and started again, in a new epoch, when its host is there
                     \-> cannot be mended -> all start again with fewer processes
                            \-> too few are left: "over", 3 s later all are killed
@@ -29,6 +30,7 @@ from shardc.launch.job import Job
 from shardc.launch.local_process import ProcessHandle
 from shardc.launch.output import Screen
 from shardc.launch.status_line import status_text
+from shardc.runtime.calls import processes_text
 from shardc.runtime.cluster import RunConfig
 from shardc.runtime.store import StoreServer
 from shardc.runtime.transport.connection import BEAT
@@ -41,10 +43,11 @@ _EARLIER: Final = 3.0
 """Seconds before the deadline at which a process that has not joined counts as lost. At the deadline those that wait
 for it would fail as well."""
 INTERRUPTED: Final = 130
+TERMINATED: Final = 143
 
 Event: TypeAlias = tuple[Any, ...]
 """`("ended", place, start, code)`, `("report", process, data)`, `("host lost", place, start)`, `("host here", place)`,
-`("interrupt",)`."""
+`("interrupt",)`; `("terminate",)` by a signal, `("terminate", place)` by one to the launcher of its host."""
 
 
 @dataclass
@@ -61,6 +64,8 @@ class _Place:
     joined: bool = False
     ended: Mapping[str, Any] | None = None
     """The calls that its script had made when it ended."""
+    saved: int | None = None
+    """The step at which its script has saved and ended, because the run was asked to end."""
     told: bool = False
     """Whether the scripts that still run know of its end."""
     killed: bool = False
@@ -72,6 +77,8 @@ class _Place:
     """When it was last seen to compute; until it has joined, when it was last seen not to be stopped."""
     unfit: bool = False
     """Whether its process has failed when no restart was left: nothing is started here any more."""
+    leaves: bool = False
+    """Whether the launcher of its host was asked to end: nothing is started here until the host comes again."""
 
 
 @dataclass
@@ -87,6 +94,21 @@ class _Wait:
     cause: Failure
     again: set[int]
     until: float
+
+
+@dataclass
+class _Ending:
+    """An end that was asked for: all processes save at their next common step.
+
+    Attributes:
+      until: time at which they are killed.
+      is_final: whether the run ends; else it goes on without the hosts whose launchers were asked.
+      after: the steps that were begun when it was asked for; None until all processes have said theirs.
+    """
+
+    until: float
+    is_final: bool
+    after: int | None = None
 
 
 class Supervisor:
@@ -120,6 +142,9 @@ class Supervisor:
         self._over_at: float | None = None
         """The time at which the remaining processes are killed."""
         self._interrupted = False
+        self._terminated = False
+        """Whether a signal has asked this launcher to end the run."""
+        self._ending: _Ending | None = None
         self._failures: list[Failure] = []
         self._losses = Losses()
         self._wait: _Wait | None = None
@@ -168,6 +193,8 @@ class Supervisor:
                     place.handle.replace()
             case "host here", at:
                 self._arrived(at)
+            case "terminate", *at:
+                self._terminate(self._places[at[0]] if at else None)
             case _:
                 self._interrupt()
 
@@ -178,6 +205,7 @@ class Supervisor:
                 for member in self._members:
                     member.told = False  # else only those hear of ends that were there
             case "done":
+                place.saved = said.get("saved")
                 self._ended_well(place, said["calls"])
             case _:
                 place.report = dict(said)
@@ -191,6 +219,11 @@ class Supervisor:
             return
         place.ended, place.told = calls, False
         if all(m.ended is not None for m in self._members):
+            if self._ending and not self._ending.is_final and place.saved is not None and (chosen := self._chosen()):
+                self._ending = None
+                self._screen.say(f"all have saved; the run goes on with {number_text(len(chosen), 'process')}")
+                self._regroup(chosen)
+                return
             self._leaving = True
             self._server.notify_all({"event": "leave"})
 
@@ -218,7 +251,7 @@ class Supervisor:
 
     def _chosen(self) -> list[_Place]:
         """The most places that the run can go on with now; none if they are too few. Islands stay whole."""
-        there = [p for p in self._places if p.handle.is_here and not p.unfit]
+        there = [p for p in self._places if p.handle.is_here and not (p.unfit or p.leaves)]
         config = self._job.config
         size = 1 if config.islands == 1 else config.per_island
         processes = len(there) // size * size
@@ -237,6 +270,7 @@ class Supervisor:
     def _arrived(self, at: int) -> None:
         """Handle a host that is there, for the first time or again."""
         place = self._places[at]
+        place.leaves = False
         if self._wait is not None:
             self._go_on()
         elif place.process < 0 and not place.unfit and self._over_at is None and not self._leaving:
@@ -252,7 +286,6 @@ class Supervisor:
             self._server.drop(process)
         self._number(places)
         self._epoch += 1
-        self._goodput.interrupt()
         self._tell_epoch()
         self._start(range(len(self._members)))
 
@@ -279,7 +312,7 @@ class Supervisor:
             place.epoch, place.began, place.running = self._epoch, monotonic(), True
             place.moved = place.began
             place.joined = place.killed = False
-            place.why, place.report, place.ended = "", None, None
+            place.why, place.report, place.ended, place.saved = "", None, None, None
             self._server.drop(p)  # the connection of its last start, if it stays open, says nothing about this one
             job = replace(self._job, config=replace(config, me=p), start=place.start)
             try:
@@ -326,7 +359,7 @@ class Supervisor:
         """Mend the losses that have waited for their cause, or end the run."""
         failures = self._losses.take()
         cause = failures[0]
-        if self._leaving or cause.final:
+        if self._leaving or cause.final or self._ending:
             self._report_loss(cause)
             self._give_up(failures)
         elif self._wait is not None:
@@ -367,7 +400,6 @@ class Supervisor:
         """Mend a loss: start again the lost processes, and all that cannot go on without them."""
         self._epoch += 1
         self._restarts -= 1
-        self._goodput.interrupt()
         ended = {m.process for m in self._members if m.ended is not None}
         again = self._with_islands(lost | ended)
         if not self._stop(cause, again):
@@ -407,6 +439,7 @@ class Supervisor:
         self._start(sorted(again))
 
     def _tell_epoch(self) -> None:
+        self._goodput.begin(self._epoch)
         self._server.notify_all({"event": "epoch", "epoch": self._epoch, "restarts": self._restarts}, newcomers=True)
 
     def _go_on(self) -> None:
@@ -455,6 +488,53 @@ class Supervisor:
             if place.running:
                 place.handle.interrupt()
 
+    # -- an end that is asked for
+
+    def _terminate(self, place: _Place | None) -> None:
+        """Handle SIGTERM to this launcher, or to that of another host: all processes save at the next common step.
+
+        The second one to this launcher kills them. They are interrupted if nothing would be saved.
+        """
+        again = self._terminated and place is None
+        is_final = place is None or self._least == len(self._places)
+        self._terminated = self._terminated or is_final
+        if self._ending and not again:
+            self._ending.is_final |= is_final
+        elif self._over_at is None and not (again or self._leaving or self._losses or self._wait) and all(
+            m.joined and m.running for m in self._members
+        ):  # fmt: skip
+            grace = self._job.config.grace
+            self._ending = _Ending(monotonic() + grace, is_final)
+            who = f"the launcher of {_host(place)} was" if place else "this run was"
+            self._screen.say(f"{who} asked to end: all processes save at their next step, within {grace:g} s")
+            self._server.notify_all({"event": "end soon"})
+        elif is_final:
+            self._interrupted = self._interrupted or again
+            self._interrupt()
+        if place is not None and not is_final:
+            place.leaves = True
+            if self._ending is None:
+                place.handle.interrupt()
+
+    def _look_at_last_step(self, ending: _Ending, now: float) -> None:
+        """Name the last step once all have said how many they have begun. End the run if they cannot save."""
+        members = [m.process for m in self._members]
+        begun = [json.loads(self._server.text(f"{self._epoch}/begun/{p}") or '""') for p in members]
+        without = [p for p, steps in zip(members, begun, strict=True) if steps is None]
+        if now > ending.until:
+            late = [m.process for m in self._members if m.ended is None]
+            self._screen.say(f"{processes_text(late)} did not end within {self._job.config.grace:g} s")
+            self._interrupted = True
+            self._interrupt()
+        elif "" in begun:
+            return  # not all have said it
+        elif without:
+            self._screen.say(f"{processes_text(without)} {'has' if len(without) == 1 else 'have'} no loop that saves")
+            self._interrupt()
+        elif ending.after is None:
+            ending.after = max(begun)
+            self._server.notify_all({"event": "end after", "steps": ending.after})
+
     # -- time
 
     def _look(self) -> None:
@@ -467,6 +547,8 @@ class Supervisor:
             self._decide()
         elif self._wait is not None:
             self._go_on()
+        elif self._ending and not self._leaving:
+            self._look_at_last_step(self._ending, now)
         if now - self._looked >= BEAT:
             self._look_at_activity(now, now - self._looked > 3 * BEAT)
             self._looked = now
@@ -518,8 +600,8 @@ class Supervisor:
         with suppress(ValueError):  # an error in place of facts: the status line has it
             said = json.loads(statuses.get(0) or "{}")
             if "step" in said:
-                self._goodput.see(now, said["step"])
-            if "saved" in said and said["saved"] != self._saved:
+                self._goodput.see(now, said["epoch"], said["step"])
+            if "saved" in said and said["epoch"] == self._epoch and said["saved"] != self._saved:
                 self._saved = said["saved"]
                 self._grow()
 
@@ -527,7 +609,7 @@ class Supervisor:
         """Take hosts that have come: a checkpoint is complete, so that nothing is lost."""
         chosen = self._chosen()
         ends = self._over_at is not None or self._leaving or any(m.ended is not None for m in self._members)
-        if self._newcomers and not ends and len(chosen) > len(self._members):
+        if self._newcomers and not (ends or self._ending) and len(chosen) > len(self._members):
             self._screen.say(f"the run goes on with {number_text(len(chosen), 'process')} from its last checkpoint")
             self._regroup(chosen)
 
@@ -543,18 +625,22 @@ class Supervisor:
         failures = sorted((self._with_tail(f) for f in self._failures), key=lambda f: f.order)
         if self._interrupted:
             for failure in failures:
-                if failure.process == 0:
-                    self._screen.say(failure_text(failure, 1))
-            return INTERRUPTED
+                if failure.process == 0 and (text := failure_text(failure, 1)):
+                    self._screen.say(text)
+            return TERMINATED if self._terminated else INTERRUPTED
         if not failures:
-            return 0
+            saved = [m.saved for m in self._members if m.saved is not None]
+            if len(saved) < len(self._members):  # a script has ended by itself
+                return 0
+            self._screen.say(f"all processes have saved step {saved[0]}, and ended")
+            return TERMINATED
         if text := failure_text(failures[0], len(self._members)):
             self._screen.say(text)
         for failure in failures[1:]:
             self._screen.say(failure_line(failure))
-        return failures[0].code
+        return TERMINATED if self._terminated else failures[0].code
 
 
 def _host(place: _Place) -> str:
-    host = getattr(place.handle, "host", "")
-    return f"host {host.split()[0]}" if host else "its host"
+    name = getattr(place.handle, "host_name", "")
+    return f"host {name}" if name else "its host"

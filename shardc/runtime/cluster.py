@@ -22,6 +22,7 @@ from typing import Any, Final
 from shardc.errors import ClusterError, DisagreementError, PeerLostError
 from shardc.runtime.calls import call_text, calls_of, members_text, processes_text, refuse_other_calls
 from shardc.runtime.gathering import Gathering, Repeats, Verdict
+from shardc.runtime.last_step import LastStep
 from shardc.runtime.store import Event, Store
 from shardc.runtime.transport.connection import Allocate, Frame, FrameKind
 from shardc.runtime.transport.link import Link
@@ -57,6 +58,7 @@ class RunConfig:
       silence: seconds without a sign of life after which a process counts as lost.
       deadline: seconds to wait for a process that is alive but does not come.
       least: how many processes the run may go on with if hosts are lost; 0: all of them.
+      grace: seconds that the processes have to save and end when the run is asked to end.
     """
 
     me: int
@@ -70,6 +72,7 @@ class RunConfig:
     silence: float = 10.0
     deadline: float = 600.0
     least: int = 0
+    grace: float = 25.0
 
     @property
     def per_island(self) -> int:
@@ -113,6 +116,7 @@ class Cluster:
         self.on_wrong: Callable[[ClusterError], None] = lambda error: _log.error("%s", error)
         """Called, once for each, in a thread of its own, with the error of a call that differs from those of other
         processes, or that others never make, if the main thread has not raised it in time: by default it is logged."""
+        self.last_step = LastStep(self._changed, self._stopped)
         self.on_orphaned: Callable[[], None] = self.end
         """Called when the launcher has ended: by default this process ends too."""
         self.store = Store(config.store, config.secret, config.me, self._hear)
@@ -149,7 +153,7 @@ class Cluster:
                     if int(event["epoch"]) > max(self.epoch, self._next or 0):
                         self._next = int(event["epoch"])
                     self.config = replace(self.config, restarts=int(event["restarts"]))
-                case "done":
+                case "done" | "end soon" | "end after":
                     self._hear_ends(event)
                 case "leave":
                     self._leaving = True
@@ -163,7 +167,18 @@ class Cluster:
         if event["event"] == "gone":
             self.on_orphaned()
 
+    def _tell_begun(self) -> None:
+        """Tell the launcher how many steps this process has begun; it names the last one to all."""
+        self.store.set(self._key(f"begun/{self.me}"), json.dumps(self.last_step.ask()))
+
     def _hear_ends(self, event: Event) -> None:
+        """Hear which scripts have ended, or that this one is to end soon, or after how many steps."""
+        if event["event"] == "end soon":
+            self._tell_begun()
+            return
+        if event["event"] == "end after":
+            self.last_step.end_after(int(event["steps"]))
+            return
         self._ended |= {p: (int(event["epoch"]), event["calls"]) for p in event["processes"]}
         for name in self._repeats:  # this process may wait in a call that they never make
             self._reopen(name, self._counts[name])
@@ -182,10 +197,13 @@ class Cluster:
 
     def say(self, **facts: Any) -> None:
         """Report progress: facts (numbers and texts) go to the launcher with the next sign of life. It shows `step`,
-        `loss`, `tokens` (a second) and `waits` (for which process). None removes a fact."""
-        known = {name: fact for name, fact in {**self._facts, **facts}.items() if fact is not None}
-        json.dumps(known)  # what cannot be sent is an error of the caller
-        self._facts = known
+        `loss`, `tokens` (a second) and `waits` (for which process). None removes a fact. Facts belong to the epoch in
+        which they are said."""
+        with self._changed:
+            said = {**self._facts, **facts, "epoch": self.epoch}
+            known = {name: fact for name, fact in said.items() if fact is not None}
+            json.dumps(known)  # what cannot be sent is an error of the caller
+            self._facts = known
 
     def _look(self) -> None:
         """Look at the gatherings that are not finished: tell the others what came here, and report what is wrong."""
@@ -584,6 +602,7 @@ class Cluster:
             assert self._next is not None
             self.config = replace(self.config, epoch=self._next)
             self._next = self._lost = None
+            self._facts = {}
             self._counts.clear()
             self._gathering.clear()
             self._early.clear()
@@ -592,6 +611,9 @@ class Cluster:
             self._changed.notify_all()
         for link in links.values():
             link.close()
+        self.last_step.begin_epoch()
+        if self.last_step.is_asked:
+            self._tell_begun()
         for name, text in list(self._published.items()):
             self.publish(name, text)
 

@@ -12,6 +12,7 @@ import math
 import threading
 import weakref
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from queue import Empty, SimpleQueue
@@ -251,18 +252,18 @@ class Executor:
         fired, since = -1, monotonic()
         pause = None if self._patience == math.inf and self._look is None else min(1.0, self._patience)
         while any(w.done < run for w in self._workers):
-            try:
+            with suppress(Empty):
                 self._reports.get(timeout=pause)
-            except Empty:
-                if self._look is not None:
-                    self._look()
-                now = sum(w.fired for w in self._workers)
-                if now != fired or not all(w.idle or w.done >= run for w in self._workers):
-                    fired, since = now, monotonic()
-                elif monotonic() - since > self._patience:
-                    text = f"nothing came from the other processes for {self._patience:g} s, though they are alive."
-                    stop_all(self._ports.values(), run, PipelineError(text))
-                    since = monotonic()
+                continue
+            if self._look is not None:
+                self._look()
+            now = sum(w.fired for w in self._workers)
+            if now != fired or not all(w.idle or w.done >= run for w in self._workers):
+                fired, since = now, monotonic()
+            elif monotonic() - since > self._patience:
+                text = f"nothing came from the other processes for {self._patience:g} s, though they are alive."
+                stop_all(self._ports.values(), run, PipelineError(text))
+                since = monotonic()
 
     def _collect(self) -> tuple[list[Span], list[PipelineTaskError], bool]:
         """The outcome of a run, taken from the workers: spans, failures, and whether the run was stopped."""

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 from shardc.checkpoint import checkpoints as face
 from shardc.errors import PeerLostError
+from shardc.runtime.last_step import LastStep
 from tests.runtime.watchdog import within
 
 DEADLINE = 60.0
@@ -41,6 +42,7 @@ class Fake:
         self.processes = run.processes
         self.config = SimpleNamespace(islands=run.islands)
         self.epoch, self.counts, self.names, self.said, self.saved = run.epoch, {}, [], [], []
+        self.last_step = LastStep()
 
     def _check(self):
         if self.run.lost is not None or self.run.epoch != self.epoch:

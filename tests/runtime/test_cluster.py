@@ -483,6 +483,8 @@ def test_rejoining(a_run):
     clusters[0].link(1).send(Frame(FrameKind.MESSAGE, 7))
     until(lambda: clusters[1].link(0)._early)
     clusters[2].close()
+    clusters[0].say(step=7)
+    assert json.loads(clusters[0]._status()) == {"step": 7, "epoch": 0}
     run.lose(2)
     for c in clusters[:2]:
         with pytest.raises(PeerLostError, match="process 2 is lost"):
@@ -491,6 +493,7 @@ def test_rejoining(a_run):
                 time.sleep(0.01)
     run.server.notify_all({"event": "epoch", "epoch": 1, "restarts": 0})
     together(clusters[0].rejoin, clusters[1].rejoin)
+    assert json.loads(clusters[0]._status()) == {}  # step 7 was of the epoch before
     new = run.join(2, epoch=1)
     clusters = [*clusters[:2], new]
     together(*(lambda c=c, p=p: c.link(p) for c in clusters for p in others(c)))
@@ -715,7 +718,7 @@ def test_what_a_process_says_goes_with_its_signs_of_life(a_run):
     cluster.say(step=4, tokens=None)
     cluster.waits[7] = lambda: ""
     cluster.waits[8] = lambda: "process 1"
-    want = {"step": 4, "loss": 1.5, "waits": "process 1"}
+    want = {"step": 4, "loss": 1.5, "epoch": 0, "waits": "process 1"}
     until(lambda: json.loads(made.server.statuses().get(0) or "{}") == want)
     cluster.waits.clear()
     del want["waits"]
