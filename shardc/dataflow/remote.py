@@ -25,6 +25,7 @@ from shardc.dataflow.plan import PlannedFlow
 from shardc.dataflow.round import FlowNode
 from shardc.errors import ClusterError, FlowError, RoundFailedError, all_offenders
 from shardc.execute.process_group import group_of_run, look_at_run
+from shardc.execute.remote_stages import close_network, open_network
 from shardc.execute.remote_values import bring
 from shardc.machine.devices import processes_of
 from shardc.runtime.cluster import Cluster, current
@@ -89,15 +90,15 @@ class RemoteFlow:
         number = int.from_bytes(hashlib.sha256(f"{digest} {cluster.count(digest)}".encode()).digest()[:8])
         codec = _Codec(plan.built.edges, wide)
         self.network = DistributedNetwork(plan.network, number, [(p,) for p in processes], links, codec)
-        self._finalizer = weakref.finalize(self, self.network.close)
+        self._finalizer = weakref.finalize(self, close_network, self.network, cluster)
 
     @property
     def share(self) -> ProcessShare:
         """The actors of this process, for the executor."""
-        return ProcessShare(self.network.mine, self.network.ports, self.cluster.config.deadline, look_at_run)
+        return ProcessShare(self.network.mine, self.network.ports, self.cluster.config.patience, look_at_run)
 
     def open(self, executor: Executor) -> None:
-        self.network.open(executor.mailboxes, self.cluster.config.deadline)
+        open_network(self.network, executor, self.cluster)
 
     def close(self) -> None:
         self._finalizer()
@@ -205,7 +206,7 @@ class RemoteFlow:
         for key in sorted(of):
             home = self._process_of(self._built.round.nodes[key[0]])
             if home != cluster.me:
-                packed = cluster.link(home).receive_tagged(tag, cluster.config.deadline)
+                packed = cluster.receive_tagged(home, tag, "for the results of a flow's run")
                 found[key] = [of_words(x, of[key].dtype) for x in unpack_array(packed)] if packed[0] else []
         return found
 

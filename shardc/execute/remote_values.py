@@ -70,7 +70,7 @@ def _bring_one(x: Any, without: Sequence[int], cluster: Cluster) -> Any:
         raise ClusterError(f"shardc.fetch: no process of the run has {x!r} any more.")
     tag = f"fetch {cluster.count('value')}"
     if cluster.me in without:
-        return of_words(unpack_array(cluster.link(givers[0]).receive_tagged(tag, cluster.config.deadline)), x.dtype)
+        return of_words(unpack_array(cluster.receive_tagged(givers[0], tag, "at shardc.fetch")), x.dtype)
     if cluster.me in cluster.config.island(givers[0]) and isinstance(x, jax.Array):
         value = whole(x)
         if cluster.me == givers[0]:
