@@ -12,7 +12,7 @@ from shardc.arrays.fetch import of_words, words
 from shardc.arrays.pieces import pack_array, unpack_array
 from shardc.arrays.placed import PlacedArray, StackedArray
 from shardc.arrays.remote import RemoteArray, is_remote
-from shardc.errors import ClusterError
+from shardc.errors import ClusterError, number_text
 from shardc.execute.process_group import group_of_run
 from shardc.machine.devices import processes_of
 from shardc.runtime.cluster import Cluster, current
@@ -54,7 +54,7 @@ def _bring(parts: Sequence[Any], cluster: Cluster) -> list[Any]:
     group = group_of_run()
     assert group is not None
     marks = "".join("-" if is_remote(x) else "+" for x in parts)
-    said = [facts["has"] for facts in group.gather(f"shardc.fetch of {len(parts)} arrays", {"has": marks})]
+    said = [facts["has"] for facts in group.gather(f"shardc.fetch of {number_text(len(parts), 'array')}", {"has": marks})]
     found = list(parts)
     for i, x in enumerate(parts):
         without = [p for p, has in enumerate(said) if has[i] == "-"]

@@ -520,7 +520,7 @@ class Supervisor:
         have answered, or could have."""
         if self._over_at is not None or self._wait is not None or self._losses or self._leaving:
             return
-        at, heard = self._server.heard(3 * BEAT)
+        at, heard = self._server.heard()
         ended = {m.process for m in self._members if m.ended is not None}
         late = self._lateness.look(at, self._epoch, heard, ended, paused)
         named = [] if late is None else [m for m in self._members if m.process in (late.processes or heard)]
@@ -533,7 +533,7 @@ class Supervisor:
                 self._server.notify(member.process, {"event": "show", "key": _threads_key(member)})
         answers = [self._server.text(_threads_key(m)) for m in named]
         waited = all(m.asked is not None and monotonic() - m.asked > 3 * BEAT for m in named)
-        if late is not None and named and (all(answers) or waited):
+        if late is not None and named and (None not in answers or waited):
             self._lose_late(late, named, answers, heard)
 
     def _lose_late(

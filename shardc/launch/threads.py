@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import runpy
 import sys
+import sysconfig
 import threading
 import traceback
 from collections.abc import Mapping
@@ -19,7 +20,8 @@ _DOINGS: Final = {
     "/shardc/checkpoint/": "is at a checkpoint",
     "/shardc/plan/": "is planning",
 }
-"""What a thread does that has a frame in such a file."""
+"""What a thread does that has a frame in such a file, below its last line of the user's."""
+_LIBRARIES: Final = (*sysconfig.get_paths().values(), str(Path(__file__).parents[1]), "<frozen")
 
 
 def is_of_launcher(file: str) -> bool:
@@ -52,8 +54,8 @@ def _text_of(frame: FrameType) -> str:
 
 
 def _doing(frame: FrameType | None, doings: Mapping[str, str] = _DOINGS) -> str:
-    """What a thread does, by the innermost of its frames that says it; empty if none does."""
-    while frame is not None:
+    """What a thread does, by the innermost of its frames that says it; empty if none below the user's does."""
+    while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
         file = frame.f_code.co_filename
         for part, doing in doings.items():
             if part in file:

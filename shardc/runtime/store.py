@@ -199,13 +199,12 @@ class StoreServer:
         with self._lock:
             return {c.process: c.status for c in self._clients.values()}
 
-    def heard(self, seconds: float) -> tuple[float, dict[int, str]]:
-        """The status text of each process that has given a sign of life in the last `seconds`, and a time of
-        `monotonic` since which all of them are."""
-        now = monotonic()
+    def heard(self) -> tuple[float, dict[int, str]]:
+        """The last time, of `monotonic`, of which all connected processes have given a sign of life, and their status
+        texts."""
         with self._lock:
-            clients = [c for c in self._clients.values() if c.process >= 0 and now - c.said <= seconds]
-            return min((c.said for c in clients), default=now), {c.process: c.status for c in clients}
+            clients = [c for c in self._clients.values() if c.process >= 0]
+            return min((c.said for c in clients), default=monotonic()), {c.process: c.status for c in clients}
 
     def close(self) -> None:
         self._listener.close()
