@@ -54,7 +54,9 @@ def _bring(parts: Sequence[Any], cluster: Cluster) -> list[Any]:
     group = group_of_run()
     assert group is not None
     marks = "".join("-" if is_remote(x) else "+" for x in parts)
-    said = [facts["has"] for facts in group.gather(f"shardc.fetch of {number_text(len(parts), 'array')}", {"has": marks})]
+    said = [
+        facts["has"] for facts in group.gather(f"shardc.fetch of {number_text(len(parts), 'array')}", {"has": marks})
+    ]
     found = list(parts)
     for i, x in enumerate(parts):
         without = [p for p, has in enumerate(said) if has[i] == "-"]

@@ -156,7 +156,9 @@ class Lateness:
         if reached and all(is_old(e) for node in reached for e in edges[node]):
             circle = sorted({p for p, _ in reached if p != _GROUP})
             waits = [Wait.from_json(w) for p in circle if p in said for w in said[p]["waits"]]
-            return Late((), f"{processes_text(circle)} wait for one another: {'; '.join(sorted({w.why for w in waits}))}")
+            return Late(
+                (), f"{processes_text(circle)} wait for one another: {'; '.join(sorted({w.why for w in waits}))}"
+            )
         return None
 
 

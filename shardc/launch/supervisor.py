@@ -507,13 +507,12 @@ class Supervisor:
                 self._condemn(p, f"no sign of life for {silence:g} s")
         for p in (p for p in self._server.silent(deadline) if p in members):
             self._condemn(p, f"no sign of life for {deadline:g} s")
-        joining = max(deadline / 2, deadline - _EARLIER)
         for p, place in enumerate(self._members):
             if place.running and not place.joined:
                 if now - place.moved > silence:
                     self._condemn(p, f"it was stopped for {silence:g} s before it had joined the run")
-                if now - place.began > joining:
-                    self._condemn(p, f"it did not join the run within {joining:g} s")
+                if now - place.began > deadline:
+                    self._condemn(p, f"it did not join the run within {deadline:g} s")
 
     def _look_for_late(self, paused: bool) -> None:
         """Look for processes that others have waited for too long. They are asked for their threads, and lost when they

@@ -33,7 +33,7 @@ def test_the_main_thread_comes_first_and_the_teller_is_not_among_them():
             thread.join()
     first, *_ = text.splitlines()
     assert first == "MainThread, most recent call last:"
-    assert 'in test_the_main_thread_comes_first_and_the_teller_is_not_among_them\n    text = shown_from()\n' in text
+    assert "in test_the_main_thread_comes_first_and_the_teller_is_not_among_them\n    text = shown_from()\n" in text
     assert "teller, most" not in text
     assert "sleeper 0" in text and "sleeper 1" in text
 

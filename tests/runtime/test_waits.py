@@ -12,7 +12,10 @@ def test_waits_last_as_long_as_their_contexts(monkeypatch):
     waits.networks[15] = lambda: [of_actor]
     with waits.during([1, 2], "to open a link"), waits.during([0], "to give a ticket", "gang 0"):
         clock[0] = 14.0
-        script, ticket = Wait(((1, ""), (2, "")), "to open a link", 4.0), Wait(((0, ""),), "to give a ticket", 4.0, "gang 0")
+        script, ticket = (
+            Wait(((1, ""), (2, "")), "to open a link", 4.0),
+            Wait(((0, ""),), "to give a ticket", 4.0, "gang 0"),
+        )
         assert waits.now() == [script, ticket, of_actor]
         assert [Wait.from_json(w.to_json()) for w in waits.now()] == waits.now()
     assert waits.now() == [of_actor]
