@@ -59,8 +59,8 @@ class Lateness:
         self._deadline = deadline
         self._epoch = -1
         self._since: dict[Any, tuple[Any, float]] = {}
-        """For each wait its seconds by the last sign of life, for each process that has made too few calls their number;
-        and since when it lasts."""
+        """For each wait its seconds by the last sign of life, for each process with too few calls their number; and
+        since when it lasts."""
 
     def look(
         self, now: float, epoch: int, statuses: Mapping[int, str], ended: Collection[int], paused: bool = False
@@ -101,9 +101,9 @@ class Lateness:
             if "/" in who:  # the script waits for its actors
                 found.setdefault((p, SCRIPT), []).append(_Edge((p, who)))
         for p, who in {e.to for es in found.values() for e in es} - found.keys():
-            if who != SCRIPT and (p in scripts or (p, who.partition("/")[0]) not in running):
-                if (p, SCRIPT) in found:
-                    found[p, who] = [_Edge((p, SCRIPT))]  # its network has not begun there, or waits in a collective
+            begun = (p, who.partition("/")[0]) in running
+            if who != SCRIPT and (p, SCRIPT) in found and (p in scripts or not begun):
+                found[p, who] = [_Edge((p, SCRIPT))]  # its network has not begun there, or waits in a collective
         return found
 
     def _add_calls(

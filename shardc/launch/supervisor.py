@@ -30,8 +30,8 @@ from shardc.launch.lateness import Late, Lateness, last_calls
 from shardc.launch.local_process import ProcessHandle
 from shardc.launch.output import Screen
 from shardc.launch.status_line import status_text
-from shardc.runtime.cluster import RunConfig
 from shardc.runtime.calls import processes_text
+from shardc.runtime.cluster import RunConfig
 from shardc.runtime.store import StoreServer
 from shardc.runtime.transport.connection import BEAT
 
@@ -40,8 +40,7 @@ GRACE: Final = 3.0
 _INTERRUPT_GRACE: Final = 2.0
 _KILL_SECONDS: Final = 10.0
 _EARLIER: Final = 3.0
-"""Seconds before the deadline at which a process that has not joined counts as lost. At the deadline those that wait
-for it would fail as well."""
+"""Seconds before the deadline at which a lost host is given up: its launcher tries to connect until then."""
 INTERRUPTED: Final = 130
 
 Event: TypeAlias = tuple[Any, ...]

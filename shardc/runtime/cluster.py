@@ -127,7 +127,7 @@ class Cluster:
         processes, or that others never make, if the main thread has not raised it in time: by default it is logged."""
         self.on_orphaned: Callable[[], None] = self.end
         """Called when the launcher has ended: by default this process ends too."""
-        self.store = Store(config.store, config.secret, config.me, self._hear)
+        self.store = Store(config.store, config.secret, config.me, self._on_event)
         self.store.status = self._status
         try:
             self._listener = Listener(listen(config.links), config.secret, self._welcome)
@@ -150,10 +150,13 @@ class Cluster:
 
     # -- what the launcher says
 
-    def _hear(self, event: Event) -> None:
+    def _on_event(self, event: Event) -> None:
         if event["event"] == "show":
             self.store.set(event["key"], self.on_show())
-            return
+        else:
+            self._hear(event)
+
+    def _hear(self, event: Event) -> None:
         with self._changed:
             match event["event"]:
                 case "lost":

@@ -46,7 +46,7 @@ class Waits:
     """The waits of one process.
 
     Attributes:
-      networks: for each network, by its number, a function that returns the waits of its actors here. Called before each
+      networks: for each network, by its number, a function that gives the waits of its actors here. Called before each
         sign of life.
     """
 

@@ -52,7 +52,7 @@ def test_a_script_is_shown_without_its_launcher(tmp_path, monkeypatch):
 def test_a_thread_of_a_connection_takes_one_line(monkeypatch):
     monkeypatch.setattr(threads_module, "_TRANSPORT", __file__)
     over = threading.Event()
-    thread = threading.Thread(target=lambda: over.wait(), name="shardc link 0-1 reads")  # noqa: PLW0108 - a frame of here
+    thread = threading.Thread(target=lambda: over.wait(), name="shardc link 0-1 reads")
     thread.start()
     try:
         assert shown_from().splitlines()[-1] == "shardc link 0-1 reads: at its connections"
