@@ -17,7 +17,7 @@ import pytest
 from tests.processes.hangs import curve
 
 SCRIPT = Path(__file__).with_name("hangs.py")
-DEADLINE, SILENCE = 10, 5
+DEADLINE, SILENCE = 20, 5
 SECONDS = 20.0
 """The longest time from the deadline, or from a mistake, to the words about it: processes may share a processor."""
 SHAPES = {
@@ -58,7 +58,7 @@ def run(shape, fault, folder):
         env={k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "NPROC", "PJRT_NPROC", "JAX_PLATFORMS")},
         stdout=out, stderr=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
-    watchdog = threading.Timer(150, os.killpg, (made.pid, signal.SIGTERM))
+    watchdog = threading.Timer(200, os.killpg, (made.pid, signal.SIGTERM))
     watchdog.start()
     try:
         lines = [(time.time(), line.rstrip("\n")) for line in made.stderr]
