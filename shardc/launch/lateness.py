@@ -62,6 +62,10 @@ class Lateness:
         """For each wait its seconds by the last sign of life, for each process with too few calls their number; and
         since when it lasts."""
 
+    def begin(self) -> None:
+        """Let all waits begin now."""
+        self._since.clear()
+
     def look(
         self, now: float, epoch: int, statuses: Mapping[int, str], ended: Collection[int], paused: bool = False
     ) -> Late | None:
@@ -76,7 +80,7 @@ class Lateness:
         """
         if paused or epoch != self._epoch:
             self._epoch = epoch
-            self._since.clear()
+            self.begin()
         said = {p: run for p, text in statuses.items() if (run := _run_of(text)).get("epoch") == epoch}
         before, self._since = self._since, {}
         edges = self._edges(now, said, ended, before)

@@ -179,6 +179,7 @@ class Supervisor:
         match said["what"]:
             case "joined":
                 place.joined = True
+                self._lateness.begin()  # others have waited for its start
                 for member in self._members:
                     member.told = False  # else only those hear of ends that were there
             case "done":

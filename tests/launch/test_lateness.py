@@ -117,6 +117,13 @@ def test_the_time_in_which_the_caller_was_paused_does_not_count():
     assert clock.late(said)[2] == DEADLINE
 
 
+def test_all_waits_begin_anew_when_a_process_has_joined():
+    clock, said = Clock(), {0: status(g=at(4)), 1: status(g=at(3)), 2: status(script(1))}
+    assert clock.late(said, seconds=DEADLINE - 2) is None
+    clock.lateness.begin()
+    assert clock.late(said)[2] == DEADLINE
+
+
 def test_what_processes_say_of_another_epoch_does_not_count():
     clock = Clock()
     assert clock.late({0: status(g=at(4)), 1: status(g=at(3))}, seconds=DEADLINE - 2) is None

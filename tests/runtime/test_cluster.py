@@ -746,6 +746,22 @@ def test_a_process_says_its_newest_calls_and_for_whom_it_waits(a_run):
     assert said(a)["waits"] == []
 
 
+def test_a_value_of_another_process_is_waited_for_beyond_the_deadline(a_run):
+    """The launcher has that time to find who is late."""
+    a, b = a_run().all(deadline=0.2, judging=0.3)
+    assert a.config.patience == 0.5
+    b.publish("x", "y")
+    together(lambda: a.link(1), lambda: b.link(0).send_tagged("t", (b"z", ())))
+    assert a.receive_tagged(1, "t", "for t")[0] == b"z"
+    with pytest.raises(ClusterError, match=r"^process 0 waited 0\.5 s for process 1, u\.$"):
+        a.receive_tagged(1, "u", "for u")
+    with pytest.raises(
+        ClusterError, match=r"^process 0 waited 0\.5 s for process 1 at all\. Each process has to make "
+    ):
+        a.gather("all", "")
+    assert a.waits.now() == []
+
+
 def test_a_process_shows_what_it_does_if_it_is_asked(a_run):
     made = a_run(1)
     cluster = made.join(0)
