@@ -173,7 +173,7 @@ def _why(
     purposes: dict[str, set[int]] = {}
     for end in ends:
         node, edge = reached[end]
-        while not edge.why:
+        while not edge.why or node[0] == end[0]:  # not its own actors: those of other processes
             node, edge = reached[node]
         group = {p for (p, _), es in edges.items() for e in es if e.to == node}
         purposes.setdefault(edge.why, set()).update(group if node[0] == _GROUP else {node[0]})

@@ -142,6 +142,15 @@ def test_of_actors_the_one_that_does_not_wait_is_late_though_its_process_has_oth
     assert Clock().late(said) == ((1,), "process 0 waits for it (learn before 3)", DEADLINE)
 
 
+def test_who_waits_is_another_process():
+    """Process 0 waits for an actor of process 1 that waits for one beside it."""
+    said = {
+        0: status(actor("f/2", (1, "f/1"), why="update before 3")),
+        1: status(actor("f/1", (1, "f/0"), why="learn before 3")),
+    }
+    assert Clock().late(said) == ((1,), "process 0 waits for it (update before 3)", DEADLINE)
+
+
 def test_an_actor_whose_process_has_not_begun_the_run_waits_as_its_script_does():
     said = {0: status(actor("f/0", (1, "f/1"))), 1: status(script(2)), 2: status()}
     assert Clock().late(said)[0] == (2,)

@@ -255,10 +255,10 @@ def test_sys_exit_is_no_loss(tmp_path, capfd):
 
 @pytest.mark.sampled(0)
 def test_a_process_that_never_comes_is_named(tmp_path, capfd):
-    run = Run(tmp_path, work(True), 3, 1, 0, deadline=1.0)
+    run = Run(tmp_path, work(True), 3, 1, 0, deadline=1.0, judging=20.0)
     run.processes[1].start = lambda job: setattr(run.processes[1], "alive", job)
     assert run() == 137
-    assert "process 1 is lost: it did not join the run within 0.5 s.\n" in capfd.readouterr().err
+    assert "process 1 is lost: it did not join the run within 1 s.\n" in capfd.readouterr().err
 
 
 def test_a_silent_process_is_lost(tmp_path, capfd):
