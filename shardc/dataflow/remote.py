@@ -84,6 +84,7 @@ class RemoteFlow:
         self.cluster: Cluster = cluster
         self.epoch = cluster.epoch
         self._built, self._processes, self._where = plan.built, list(processes), plan.round.where
+        self._name = f"a run of the flow {plan.name}, its first state"
         digest = hashlib.sha256(_text_of(plan).encode()).hexdigest()
         group.agree(f"the flow {plan.name}", {"its plan": digest[:12]})
         links = {p: cluster.link(p) for p in range(cluster.processes) if p != cluster.me}
@@ -152,7 +153,7 @@ class RemoteFlow:
                 readers.setdefault(i, set()).add(self._process_of(node))
         wanted = [i for i, processes in sorted(readers.items()) if len(processes) > 1]
         found = list(state)
-        for i, x in zip(wanted, bring([state[i] for i in wanted]), strict=True):
+        for i, x in zip(wanted, bring([state[i] for i in wanted], self._name), strict=True):
             found[i] = x
         return found
 
