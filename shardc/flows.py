@@ -410,7 +410,8 @@ def host(  # noqa: PLR0913  # a public face
         "ray": an actor of Ray each, placed on its cluster.
       process: of a run of several processes the one that calls it; None: that of what reads its results.
       credits: results that may lie ready: how far a reader reads ahead. None: as the flow says.
-      deadline: seconds after which a call that has not returned is an error.
+      deadline: seconds after which a call that has not returned is an error. The start of a process has two minutes. A
+        process that is late shows on standard error where it is.
       seconds: of one call, for plans and simulations.
 
     Returns:

@@ -304,6 +304,7 @@ class Checkpoints:
         peers = _peers()
         self._group: Group = group_of(peers)
         self._progress = Progress(peers)
+        self._group.agree(self._name("how often"), {"every": str(self.every)})
         token = self._group.from_first(self._name("begin"), self._leave_token)
         try:
             self._group.together(self._name("see the directory"), lambda: self._see_token(token))
@@ -460,6 +461,7 @@ class Checkpoints:
 
     def _write(self, writer: Writer, step: int, state: Any) -> None:
         settle_all()  # no state is written that comes of values in which the processes differ
+        self._group.agree(self._name(f"save step {step}"), {})  # to bring the state to the host may take collectives
         pairs = named_leaves(state)
         refuse_gone(f"saved.step({step}): arrays that are gone", pairs)
         check_savable(pairs)

@@ -41,6 +41,7 @@ from shardc.execute.process_group import (
     value_facts,
     value_text,
 )
+from shardc.execute.remote_stages import close_network, open_network
 from shardc.execute.remote_values import bring
 from shardc.machine.devices import me, processes_of
 from shardc.passes.trace.trace import is_array
@@ -225,20 +226,21 @@ class RemoteFlow:
         self.cluster: Cluster = cluster
         self.epoch = cluster.epoch
         self._built, self._processes, self._where = plan.built, list(processes), plan.round.where
+        self._name = f"a run of the flow {plan.name}, its first state"
         digest = digest_of(plan)
         links = {p: cluster.link(p) for p in range(cluster.processes) if p != cluster.me}
         number = int.from_bytes(hashlib.sha256(f"{digest} {cluster.count(digest)}".encode()).digest()[:8])
         codec = _Codec(plan.built.edges, wide)
         self.network = DistributedNetwork(plan.network, number, [(p,) for p in processes], links, codec)
-        self._finalizer = weakref.finalize(self, self.network.close)
+        self._finalizer = weakref.finalize(self, close_network, self.network, cluster)
 
     @property
     def share(self) -> ProcessShare:
         """The actors of this process, for the executor."""
-        return ProcessShare(self.network.mine, self.network.ports, self.cluster.config.deadline, look_at_run)
+        return ProcessShare(self.network.mine, self.network.ports, self.cluster.config.patience, look_at_run)
 
     def open(self, executor: Executor) -> None:
-        self.network.open(executor.mailboxes, self.cluster.config.deadline)
+        open_network(self.network, executor, self.cluster)
 
     def close(self) -> None:
         self._finalizer()
@@ -293,7 +295,7 @@ class RemoteFlow:
         makers = {i: {self._process_of(o.node)} for i, o in enumerate(self._built.state) if o.node is not None}
         wanted = [i for i, found in sorted(readers.items()) if len(found) > 1 or not found <= makers.get(i, found)]
         found = list(state)
-        for i, x in zip(wanted, bring([state[i] for i in wanted]), strict=True):
+        for i, x in zip(wanted, bring([state[i] for i in wanted], self._name), strict=True):
             found[i] = x
         return found
 
@@ -388,7 +390,7 @@ class RemoteFlow:
         for key in sorted(of):
             home = homes[key]
             if home != cluster.me:
-                packed = cluster.link(home).receive_tagged(tag, cluster.config.deadline)
+                packed = cluster.receive_tagged(home, tag, "for the results of a flow's run")
                 found[key] = [of_words(x, of[key].dtype) for x in unpack_array(packed)] if packed[0] else []
         return found
 

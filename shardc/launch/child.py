@@ -37,6 +37,7 @@ from shardc.execute.process_group import settle_all
 from shardc.launch.job import Job
 from shardc.launch.output import write_all
 from shardc.launch.prepare import prepare_jax
+from shardc.launch.threads import is_of_launcher, threads_text
 from shardc.runtime import cluster as runs
 from shardc.runtime.cluster import Cluster
 
@@ -58,6 +59,7 @@ def main() -> None:
         sys.exit(f"process {job.config.me} cannot join the run: {error}")
     cluster.on_orphaned = lambda: _orphaned(job)
     cluster.on_wrong = lambda error: fail(cluster, job, error.with_traceback(where_main_is()))
+    cluster.on_show = threads_text
     atexit.register(runs.leave)
     saved = None
     try:
@@ -199,8 +201,7 @@ def _drop_notes(error: BaseException | None) -> None:
 def _of_script(trace: TracebackType | None) -> TracebackType | None:
     """The traceback without the frames of the launcher."""
     while trace is not None:
-        file = trace.tb_frame.f_code.co_filename
-        if file not in (__file__, runpy.__file__) and file != "<frozen runpy>":
+        if not is_of_launcher(trace.tb_frame.f_code.co_filename):
             return trace
         trace = trace.tb_next
     return None

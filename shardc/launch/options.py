@@ -41,6 +41,7 @@ class RunOptions:
             me=0, processes=processes, islands=self.islands, store=store, secret=secret, links="",
             restarts=self.restarts, silence=self.silence, deadline=self.deadline, least=self.least or 0,
             grace=self.grace,
+            judging=self.silence,  # by then a process has given a sign of life, or is lost
         )  # fmt: skip
         return Job(config)
 

@@ -22,11 +22,12 @@ from queue import Empty, SimpleQueue
 from time import monotonic
 from typing import Any, Final, TypeAlias
 
-from shardc.errors import ClusterError, number_text
+from shardc.errors import ClusterError, all_offenders, number_text
 from shardc.launch.activity import COMPUTES, STOPPED
-from shardc.launch.failure import Failure, Losses, failure_line, failure_of, failure_text
+from shardc.launch.failure import Failure, Losses, failure_line, failure_of, failure_text, prefixed
 from shardc.launch.goodput import Goodput
 from shardc.launch.job import Job
+from shardc.launch.lateness import Late, Lateness, last_calls
 from shardc.launch.local_process import ProcessHandle
 from shardc.launch.output import Screen
 from shardc.launch.status_line import status_text
@@ -40,8 +41,7 @@ GRACE: Final = 3.0
 _INTERRUPT_GRACE: Final = 2.0
 _KILL_SECONDS: Final = 10.0
 _EARLIER: Final = 3.0
-"""Seconds before the deadline at which a process that has not joined counts as lost. At the deadline those that wait
-for it would fail as well."""
+"""Seconds before the deadline at which a lost host is given up: its launcher tries to connect until then."""
 INTERRUPTED: Final = 130
 TERMINATED: Final = 143
 
@@ -79,6 +79,8 @@ class _Place:
     """Whether its process has failed when no restart was left: nothing is started here any more."""
     leaves: bool = False
     """Whether the launcher of its host was asked to end: nothing is started here until the host comes again."""
+    asked: float | None = None
+    """When it was asked for its threads, as others wait for it."""
 
 
 @dataclass
@@ -152,6 +154,7 @@ class Supervisor:
         """Places whose hosts are there, and that the run takes at its next checkpoint."""
         self._saved: int | None = None
         """The step of the last checkpoint that is known to be complete."""
+        self._lateness = Lateness(job.config.deadline)
         self._looked = monotonic()
         self._goodput = Goodput(self._looked)
 
@@ -202,6 +205,7 @@ class Supervisor:
         match said["what"]:
             case "joined":
                 place.joined = True
+                self._lateness.begin()  # others have waited for its start
                 for member in self._members:
                     member.told = False  # else only those hear of ends that were there
             case "done":
@@ -312,7 +316,7 @@ class Supervisor:
             place.epoch, place.began, place.running = self._epoch, monotonic(), True
             place.moved = place.began
             place.joined = place.killed = False
-            place.why, place.report, place.ended, place.saved = "", None, None, None
+            place.why, place.report, place.ended, place.saved, place.asked = "", None, None, None, None
             self._server.drop(p)  # the connection of its last start, if it stays open, says nothing about this one
             job = replace(self._job, config=replace(config, me=p), start=place.start)
             try:
@@ -550,11 +554,15 @@ class Supervisor:
         elif self._ending and not self._leaving:
             self._look_at_last_step(self._ending, now)
         if now - self._looked >= BEAT:
-            self._look_at_activity(now, now - self._looked > 3 * BEAT)
+            paused = now - self._looked > 3 * BEAT
+            self._look_at_activity(now, paused)
             self._looked = now
             self._look_for_silence(now)
+            self._look_for_late(paused)
             self._tell_ended()
             self._look_at_progress(now)
+        elif any(m.asked is not None for m in self._members):
+            self._look_for_late(paused=False)
 
     def _look_at_activity(self, now: float, paused: bool) -> None:
         """Note which processes compute or are stopped. `paused`: this process was stopped itself, which counts for
@@ -580,13 +588,54 @@ class Supervisor:
                 self._condemn(p, f"no sign of life for {silence:g} s")
         for p in (p for p in self._server.silent(deadline) if p in members):
             self._condemn(p, f"no sign of life for {deadline:g} s")
-        joining = max(deadline / 2, deadline - _EARLIER)
         for p, place in enumerate(self._members):
             if place.running and not place.joined:
                 if now - place.moved > silence:
                     self._condemn(p, f"it was stopped for {silence:g} s before it had joined the run")
-                if now - place.began > joining:
-                    self._condemn(p, f"it did not join the run within {joining:g} s")
+                if now - place.began > deadline:
+                    self._condemn(p, f"it did not join the run within {deadline:g} s")
+
+    def _look_for_late(self, paused: bool) -> None:
+        """Look for processes that others have waited for too long. They are asked for their threads, and lost when they
+        have answered, or could have."""
+        if self._over_at is not None or self._wait is not None or self._losses or self._leaving:
+            return
+        at, heard = self._server.heard()
+        ended = {m.process for m in self._members if m.ended is not None}
+        late = self._lateness.look(at, self._epoch, heard, ended, paused)
+        named = [] if late is None else [m for m in self._members if m.process in (late.processes or heard)]
+        named = [m for m in named if m.running and m.joined and m.ended is None and not m.why]
+        for member in self._members:
+            if member not in named:
+                member.asked = None  # it has come
+            elif member.asked is None:
+                member.asked = monotonic()
+                self._server.notify(member.process, {"event": "show", "key": _threads_key(member)})
+        answers = [self._server.text(_threads_key(m)) for m in named]
+        waited = all(m.asked is not None and monotonic() - m.asked > 3 * BEAT for m in named)
+        if late is not None and named and (None not in answers or waited):
+            self._lose_late(late, named, answers, heard)
+
+    def _lose_late(
+        self, late: Late, named: Sequence[_Place], answers: Sequence[str | None], heard: Mapping[int, str]
+    ) -> None:
+        """Say what the run knows of late processes, and lose them. If all wait for one another, the run ends."""
+        deadline = self._job.config.deadline
+        said = processes_text([m.process for m in named])
+        head = f"after {deadline:g} s {said} {'have' if len(named) > 1 else 'has'} not come: {late.why}"
+        if not late.processes:
+            head = f"for {deadline:g} s {late.why}"
+        lines = last_calls(heard, range(len(self._members)))
+        self._screen.say(all_offenders(head, lines))
+        for member, text in zip(named, answers, strict=True):
+            threads = text or "it does not say what it does: it is stopped, or holds Python's lock"
+            self._screen.say(prefixed(member.process, threads.splitlines()))
+            member.asked = None
+        if late.processes:
+            for member in named:
+                self._condemn(member.process, f"it has not come for {deadline:g} s; {late.why}")
+        else:
+            self._give_up([Failure(named[0].process, 1, late.why, f"DisagreementError: {late.why}\n", final=True)])
 
     def _condemn(self, p: int, why: str) -> None:
         place = self._members[p]
@@ -639,6 +688,11 @@ class Supervisor:
         for failure in failures[1:]:
             self._screen.say(failure_line(failure))
         return TERMINATED if self._terminated else failures[0].code
+
+
+def _threads_key(place: _Place) -> str:
+    """The key under which a process answers what its threads do."""
+    return f"threads of {place.process}, start {place.start}, asked at {place.asked}"
 
 
 def _host(place: _Place) -> str:

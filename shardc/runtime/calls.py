@@ -25,6 +25,12 @@ def members_text(processes: Sequence[int]) -> str:
     return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in runs)
 
 
+def members_of(text: str) -> list[int]:
+    """The processes that `members_text` has written."""
+    runs = [list(map(int, part.split("-"))) for part in text.split(",")]
+    return [p for run in runs for p in range(run[0], run[-1] + 1)]
+
+
 MOST: Final = 12
 """The most lines of an error about facts that differ."""
 

@@ -25,8 +25,9 @@ from shardc.runtime.gathering import Gathering, Repeats, Verdict
 from shardc.runtime.last_step import LastStep
 from shardc.runtime.store import Event, Store
 from shardc.runtime.transport.connection import Allocate, Frame, FrameKind
-from shardc.runtime.transport.link import Link
+from shardc.runtime.transport.link import Link, Packed
 from shardc.runtime.transport.wire import Hello, Listener, dial, listen
+from shardc.runtime.waits import Waits, longest_text
 
 _log: Final = logging.getLogger("shardc")
 _UNKNOWN: Final = 5.0
@@ -59,6 +60,7 @@ class RunConfig:
       deadline: seconds to wait for a process that is alive but does not come.
       least: how many processes the run may go on with if hosts are lost; 0: all of them.
       grace: seconds that the processes have to save and end when the run is asked to end.
+      judging: seconds beyond `deadline` in which the launcher finds who does not come.
     """
 
     me: int
@@ -73,6 +75,12 @@ class RunConfig:
     deadline: float = 600.0
     least: int = 0
     grace: float = 25.0
+    judging: float = 0.0
+
+    @property
+    def patience(self) -> float:
+        """Seconds after which a process that waits gives up by itself: the launcher has not found who is late."""
+        return self.deadline + self.judging
 
     @property
     def per_island(self) -> int:
@@ -110,16 +118,20 @@ class Cluster:
         self._closed = False
         self._leaving = False
         self._facts: dict[str, Any] = {}
-        self.waits: dict[int, Callable[[], str]] = {}
-        """For each pipeline, by its number, a function that returns which process it waits for. Called before each sign
-        of life."""
+        self._begun: dict[str, Gathering] = {}
+        """The newest gathering of each name that was begun here."""
+        self._latest = ""
+        """The name of the newest gathering, or of the newest repeated call."""
+        self.waits = Waits()
+        self.on_show: Callable[[], str] = str
+        """Gives a text that says what this process does, for the launcher: its threads with their frames."""
         self.on_wrong: Callable[[ClusterError], None] = lambda error: _log.error("%s", error)
         """Called, once for each, in a thread of its own, with the error of a call that differs from those of other
         processes, or that others never make, if the main thread has not raised it in time: by default it is logged."""
         self.last_step = LastStep(self._changed, self._stopped)
         self.on_orphaned: Callable[[], None] = self.end
         """Called when the launcher has ended: by default this process ends too."""
-        self.store = Store(config.store, config.secret, config.me, self._hear)
+        self.store = Store(config.store, config.secret, config.me, self._on_event)
         self.store.status = self._status
         try:
             self._listener = Listener(listen(config.links), config.secret, self._welcome)
@@ -141,6 +153,12 @@ class Cluster:
         return self.config.epoch
 
     # -- what the launcher says
+
+    def _on_event(self, event: Event) -> None:
+        if event["event"] == "show":
+            self.store.set(event["key"], self.on_show())
+        else:
+            self._hear(event)
 
     def _hear(self, event: Event) -> None:
         with self._changed:
@@ -238,8 +256,25 @@ class Cluster:
 
     def _status(self) -> str:
         self._look()
-        waits = next(filter(None, (text() for text in list(self.waits.values()))), "")
-        return json.dumps({**({"waits": waits} if waits else {}), **self._facts})
+        waits = self.waits.now()
+        shown = longest_text(waits, self.me)
+        return json.dumps({
+            **({"waits": shown} if shown else {}),
+            **self._facts,
+            "run": {"epoch": self.epoch, "calls": self._newest_calls(), "waits": [w.to_json() for w in waits]},
+        })  # fmt: skip
+
+    def _newest_calls(self) -> dict[str, list[Any]]:
+        """The newest call of each name: its members, its number, and what it is; the newest of all comes last."""
+        with self._changed:
+            names = sorted(self._begun, key=lambda name: name == self._latest)
+            calls = {name: self._counts[name] for name in names}
+            begun = {name: self._begun[name] for name in names}
+            repeats = {name: self._repeats[name][-1][1] for name in names if self._repeats.get(name)}
+        for name, number in calls.items():
+            if begun[name].key[1] < number and name in repeats:
+                begun[name] = repeats[name].begin(number)
+        return {name: [members_text(begun[name].members), number, begun[name].why] for name, number in calls.items()}
 
     def wait_to_leave(self) -> bool:
         """Wait until all processes have ended well. False: the run ends otherwise."""
@@ -291,9 +326,10 @@ class Cluster:
                 self._changed.notify_all()
 
     def _wait_for_link(self, peer: int, why: str) -> Link:
-        self._changed.wait_for(
-            lambda: peer in self._links or self._stopped() or self.has_ended(peer), self.config.deadline
-        )
+        with self.waits.during([peer], why):
+            self._changed.wait_for(
+                lambda: peer in self._links or self._stopped() or self.has_ended(peer), self.config.patience
+            )
         if ended := self.has_ended(peer):  # it may have opened the link before
             self._changed.wait_for(lambda: peer in self._links or self._stopped(), _REASON)
         if peer in self._links:
@@ -304,12 +340,22 @@ class Cluster:
     def _dial(self, peer: int, why: str) -> Link:
         config = self.config
         address = self.published("address", peer, why)
-        sock = dial(address, config.secret, Hello(self.me, config.epoch), config.deadline, self.check)
+        sock = dial(address, config.secret, Hello(self.me, config.epoch), config.patience, self.check)
         with self._changed:
             if config.epoch == self.epoch and not self._closed:
                 return self._add_link(sock, peer)
         sock.close()
         raise PeerLostError("other processes of this run were started again.", -1)
+
+    def receive_tagged(self, peer: int, tag: str, why: str) -> Packed:
+        """Wait for the value that another process sends under `tag`.
+
+        Raises:
+          PeerLostError: the process died.
+          ClusterError: the value did not come.
+        """
+        with self.waits.during([peer], why):
+            return self.link(peer, why).receive_tagged(tag, self.config.patience)
 
     # -- agreements
 
@@ -334,10 +380,10 @@ class Cluster:
         """
         texts = self.store.texts
         self.store.ask(key)
-        with self._changed:
+        with self._changed, self.waits.during([process], why):
             self._changed.wait_for(
                 lambda: texts.get(key) is not None or self._stopped() or (key in texts and self.has_ended(process)),
-                self.config.deadline,
+                self.config.patience,
             )
             self._raise_if_stopped()
             if (text := texts.get(key)) is not None:
@@ -348,7 +394,7 @@ class Cluster:
     def _late_text(self, processes: Sequence[int], why: str) -> str:
         """The error text for processes that have not arrived before the deadline."""
         return (
-            f"process {self.me} waited {self.config.deadline:g} s for {processes_text(processes)} {why}. Each process "
+            f"process {self.me} waited {self.config.patience:g} s for {processes_text(processes)} {why}. Each process "
             "has to make the same calls in the same order; if it only takes longer, give `--deadline` more seconds."
         )
 
@@ -403,7 +449,8 @@ class Cluster:
         with self._changed:
             key = name, self.count(name)
             self.refuse_ended(members, name, why)
-            call = self._gathering[key] = Gathering(key, members, self.me, text, why, verdict)
+            call = self._gathering[key] = self._begun[name] = Gathering(key, members, self.me, text, why, verdict)
+            self._latest = name
             call.add(self._early.pop(key, {}))
             closed = [p for p in call.neighbours if p not in self._links]
         try:
@@ -428,6 +475,7 @@ class Cluster:
             if not runs or runs[-1][1] is not calls:
                 runs.append((number, calls))
             calls.last = self._counts[calls.name] = number
+            self._latest = calls.name
             return True
 
     def _reopen(self, name: str, number: int) -> Gathering | None:
@@ -475,7 +523,7 @@ class Cluster:
     def _gathered(self, call: Gathering) -> list[str]:
         self._changed.wait_for(
             lambda: call.is_complete or self._stopped() or self._never_come(call) or self.error_of([call]),
-            self.config.deadline,
+            self.config.patience,
         )
         if not call.is_complete:  # a loss has a reason, and the others may say more about what differs
             self._changed.wait_for(lambda: call.is_complete or self._stopped(), _REASON)
@@ -604,6 +652,7 @@ class Cluster:
             self._next = self._lost = None
             self._facts = {}
             self._counts.clear()
+            self._begun.clear()
             self._gathering.clear()
             self._early.clear()
             self._repeats.clear()

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
+import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +18,7 @@ import pytest
 
 import shardc
 from shardc import RoundFailedError
+from shardc.dataflow import host as host_module
 from tests.runtime.watchdog import within
 
 SHAPE = jax.ShapeDtypeStruct((4,), jnp.float32)
@@ -92,6 +96,68 @@ def sleep(x):
     if x[0] > 9:
         time.sleep(20)
     return x
+
+
+def test_a_process_that_hangs_shows_where_it_is(add, capfd):
+    failed(flow_of(add, sleep, where="process", deadline=0.5), [X, 99 * X])
+    assert re.search(r'File ".*test_host\.py", line \d+ in sleep\n', capfd.readouterr().err)
+
+
+class Slow:
+    """A function that hangs while another process gets it."""
+
+    __name__ = "slow"
+
+    def __call__(self, x):
+        return x
+
+    def __getstate__(self):
+        return {"seconds": 20}
+
+    def __setstate__(self, state):
+        time.sleep(state["seconds"])
+
+
+def test_a_process_that_hangs_while_it_starts(add, monkeypatch, capfd):
+    monkeypatch.setattr(host_module, "START", 2.0)
+    error = failed(flow_of(add, Slow(), where="process", deadline=0.5))
+    assert error.round == 0 and " has no process yet: it has not started within 2 s, in round 0." in str(error)
+    assert capfd.readouterr().err.count("in __setstate__") <= 1  # as far as it has come
+
+
+STOPPED = """\
+import os, signal, sys
+import numpy as np
+import jax.numpy as jnp
+import shardc
+from tests.dataflow.test_host import SHAPE, X
+
+
+def stop(x):
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+if __name__ == "__main__":
+    host = shardc.host(stop, gives=SHAPE, where="process")
+    work = host._work(stop, None, 0)
+    helper = work._make(stop, "stop")
+    helper._here.recv()
+    helper._here.send((((X,), {}), None))
+    print(helper._process.pid, flush=True)
+    os.waitid(os.P_PID, helper._process.pid, os.WSTOPPED | os.WNOWAIT)
+"""
+
+
+@pytest.mark.sampled(0)
+def test_a_script_ends_though_a_process_is_stopped(tmp_path):
+    """Python asks children to end, and waits for them."""
+    path = tmp_path / "script.py"
+    path.write_text(STOPPED)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run([sys.executable, path], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(done.stdout), 0)
 
 
 def test_a_result_unlike_gives(add):

@@ -260,10 +260,10 @@ def test_sys_exit_is_no_loss(tmp_path, capfd):
 
 @pytest.mark.sampled(0)
 def test_a_process_that_never_comes_is_named(tmp_path, capfd):
-    run = Run(tmp_path, work(True), 3, 1, 0, deadline=1.0)
+    run = Run(tmp_path, work(True), 3, 1, 0, deadline=1.0, judging=20.0)
     run.processes[1].start = lambda job: setattr(run.processes[1], "alive", job)
     assert run() == 137
-    assert "process 1 is lost: it did not join the run within 0.5 s.\n" in capfd.readouterr().err
+    assert "process 1 is lost: it did not join the run within 1 s.\n" in capfd.readouterr().err
 
 
 def test_a_silent_process_is_lost(tmp_path, capfd):
@@ -340,6 +340,79 @@ def test_a_process_that_is_stopped_before_it_joins_is_lost(tmp_path, capfd):
     assert run() == 137
     assert time.monotonic() - begin < 1.5 + 1 + 4  # and three seconds of grace
     assert "process 1 is lost: it was stopped for 1.5 s before it had joined the run.\n" in capfd.readouterr().err
+
+
+# -- processes that are alive and do not come
+
+
+def late(cluster, shows="it sleeps"):
+    """The first start of process 1 does not come to a call of all, and shows what it does."""
+    if cluster.me == 1 and cluster.epoch == 0:
+        cluster.on_show = lambda: shows
+        cluster.gather("first", "")
+        while not cluster._closed:
+            time.sleep(0.02)
+    try:
+        for name in ("first", "second")[cluster.epoch :]:
+            cluster.gather(name, "")
+    except PeerLostError as error:
+        assert error.process == 1
+        cluster.rejoin()
+        late(cluster)
+
+
+def test_who_does_not_come_is_named_shown_and_started_again(tmp_path, capfd):
+    """It is, not those that wait for it."""
+    run = Run(tmp_path, late, 3, 3, 1, deadline=2.0, judging=20.0)
+    assert run() == 0
+    assert capfd.readouterr().err == (
+        "after 2 s process 1 has not come: processes 0, 2 wait for it at second\n"
+        "  processes 0,2: its last call: second\n"
+        "  process 1: its last call: first\n"
+        "process 1| it sleeps\n"
+        "process 1 is lost (it has not come for 2 s; processes 0, 2 wait for it at second); started again, 0 restarts "
+        "are left\n"
+    )
+    assert [len(p.threads) for p in run.processes] == [1, 2, 1]
+
+
+def test_who_does_not_come_and_holds_the_lock_of_python_is_lost_too(tmp_path, capfd):
+
+    def script(cluster):
+        cluster.store.set = lambda key, text: None
+        late(cluster)
+
+    assert Run(tmp_path, script, 2, 2, 0, deadline=2.0, judging=20.0)() == 137
+    err = capfd.readouterr().err
+    assert "process 1| it does not say what it does: it is stopped, or holds Python's lock\n" in err
+    assert "process 1 is lost: it has not come for 2 s; process 0 waits for it at second.\n" in err
+
+
+def test_who_comes_while_it_is_asked_is_not_lost(tmp_path, capfd):
+    come = threading.Event()
+
+    def script(cluster):
+        cluster.gather("first", "")
+        if cluster.me == 1:
+            cluster.store.set = lambda key, text: come.set()  # it is asked, and has no answer yet
+            come.wait(20)
+        cluster.gather("second", "")
+
+    assert Run(tmp_path, script, 2, 2, 0, deadline=2.0, judging=20.0)() == 0
+    assert come.is_set() and capfd.readouterr().err == ""
+
+
+def test_processes_that_wait_for_one_another_end_the_run(tmp_path, capfd):
+
+    def script(cluster):
+        cluster.on_show = lambda: f"process {cluster.me} waits"
+        cluster.published("never", 1 - cluster.me)
+
+    assert Run(tmp_path, script, 2, 2, 3, deadline=2.0, judging=20.0)() == 1
+    err = capfd.readouterr().err
+    assert err.startswith("for 2 s processes 0, 1 wait for one another: to tell its never\n")
+    assert "process 0| process 0 waits\n" in err and "process 1| process 1 waits\n" in err
+    assert "started again" not in err and "DisagreementError: processes 0, 1 wait for one another" in err
 
 
 def test_an_interrupt_ends_all(tmp_path):
