@@ -14,6 +14,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from shardc import compat
 from shardc.api import function
+from shardc.arrays.frozen import frozen
 from shardc.arrays.gone import refuse_gone
 from shardc.calls.watch import notify_called, notify_made
 from shardc.dataflow.chart import flow_chart
@@ -202,7 +203,7 @@ class Flow:
 
         Args:
           state: pytree of arrays. Where a function donates it, its buffers are taken.
-          inputs: the item of each round; read ahead by as many as there are credits.
+          inputs: the item of each round; read ahead by as many as there are credits. NumPy arrays are copied.
           rounds: the most rounds; None: until the inputs or a host function have no more.
           pending: what delayed channels hold when the run begins, as `.pending` of the run before says it. None: values
             of rounds before the first one are what the state is, or `first=` of `shardc.late`.
@@ -303,7 +304,8 @@ class _Items:
                 f"item {round} has another structure than the first one:\n  first {work.out_tree}\n  now   {tree}"
             )
         arrays = [
-            x if hasattr(x, "dtype") else np.asarray(x, a.dtype) for x, a in zip(leaves, work.results, strict=True)
+            x if isinstance(x, jax.Array) else frozen(x, None if hasattr(x, "dtype") else a.dtype)
+            for x, a in zip(leaves, work.results, strict=True)
         ]
         wrong = [
             f"leaf {i}: {_short(x)} after {_short(a)}."
@@ -378,9 +380,10 @@ def host(  # noqa: PLR0913  # a public face
 ) -> Any:  # fmt: skip
     """Make plain Python a node of rounds: a reader, a simulator, an evaluation, a log.
 
-    Each call in a round runs in a thread of its own, once a round, in the order of rounds; it is given NumPy arrays,
-    and gives up what it returns: it must not write into it later. A function that raises StopIteration ends the run
-    after the round before, if the new state needs its result and nothing has changed the state in that round before.
+    Each call in a round runs in a thread of its own, once a round, in the order of rounds. It is given NumPy arrays
+    that are read-only: others read them too. What it returns is copied, unless it is read-only, so it may fill the same
+    array in each round. A function that raises StopIteration ends the run after the round before, if the new state
+    needs its result and nothing has changed the state in that round before.
 
     Args:
       fn: the function.
@@ -476,6 +479,7 @@ def late(x: Any, rounds: int, *, first: Any = None) -> Any:
         raise ArgumentError(all_offenders("shardc.late: first= stands for values of another shape or dtype:", unlike))
     if not rounds:
         return x
+    firsts = [frozen(f) if isinstance(f, np.ndarray) else f for f in firsts]  # as they are now
     made = [
         RoundValue(v.aval, LateOrigin(v, rounds, f), v.round, f"late({v.name}, {rounds})")
         for v, f in zip(leaves, firsts, strict=True)

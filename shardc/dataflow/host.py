@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import multiprocessing
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from multiprocessing.connection import Connection
 from queue import Empty, SimpleQueue
@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from shardc import compat
+from shardc.arrays.frozen import read_only
 from shardc.dataflow.round import aval_of, traced_round
 from shardc.dataflow.work import HostWork, stacked_gives
 from shardc.errors import ArgumentError, FlowError
@@ -76,7 +77,13 @@ class Host:
 
 def _stacked(count: int, *made: Any) -> Any:
     """Results of `count` leaves each, stacked leaf by leaf."""
-    return tuple(np.stack(made[i::count]) for i in range(count)) if count else ()
+    return tuple(_stack(made[i::count]) for i in range(count)) if count else ()
+
+
+def _stack(made: Sequence[Any]) -> Any:
+    whole = np.stack(made)
+    whole.flags.writeable = False  # nobody else has it: no copy is needed
+    return whole
 
 
 class StackWork(HostWork):
@@ -183,7 +190,8 @@ def _serve(call: Callable[..., Any], asked: SimpleQueue[Any], answers: SimpleQue
 
 def _answer(call: Callable[..., Any], given: Any) -> tuple[Any, BaseException | None]:
     try:
-        return call(*given[0], **given[1]), None
+        args, kwargs = jax.tree.map(read_only, given)  # in a process of its own as in this one
+        return call(*args, **kwargs), None
     except BaseException as error:  # noqa: BLE001 - it is raised where the answer is read
         return None, error
 

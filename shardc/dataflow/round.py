@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 import jax
+import numpy as np
 
+from shardc.arrays.frozen import frozen
 from shardc.dataflow.value import INSIDE, Held, LateOrigin, Made, RoundValue
 from shardc.errors import FlowError, TracingError, all_offenders
 from shardc.passes.trace.constants import key_of
@@ -189,7 +191,8 @@ class Round:
         """
         values = [x for x in given if isinstance(x, RoundValue)]
         self._check(values)
-        node = FlowNode(len(self.nodes), self.name_of(name), work, list(given), results, every, source)
+        known = [frozen(x) if isinstance(x, np.ndarray) else x for x in given]  # as they are now
+        node = FlowNode(len(self.nodes), self.name_of(name), work, known, results, every, source)
         wrong = [line for v in values for line in self._wrong_rate(node, v)]
         if wrong:
             raise FlowError(

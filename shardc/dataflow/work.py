@@ -11,6 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from shardc.arrays.frozen import frozen
 from shardc.errors import FlowError, all_offenders
 from shardc.ir.walk import itemsize_of, local_shape
 from shardc.machine.mesh import AnyMesh, view
@@ -218,7 +219,8 @@ class FunctionWork:
 
 
 class HostWork:
-    """Plain Python as a node. It is given NumPy arrays.
+    """Plain Python as a node. It is given NumPy arrays that it cannot write to, and keeps what it returns: others get
+    the value.
 
     Args:
       call: the function.
@@ -257,7 +259,7 @@ class HostWork:
         return self.checked(self._call(*args, **kwargs), round)
 
     def checked(self, made: Any, round: int) -> list[Any]:
-        """The leaves of a result, which are as declared.
+        """The leaves of a result, frozen, which are as declared.
 
         Raises:
           FlowError: they are not.
@@ -277,7 +279,14 @@ class HostWork:
         ]
         if wrong:
             raise FlowError(all_offenders(f"{self.name} did not return what gives= says, in round {round}:", wrong))
-        return [x if x.dtype == w.dtype else x.astype(w.dtype) for x, w in zip(arrays, self.results, strict=True)]
+        return [_kept(x, w.dtype) for x, w in zip(arrays, self.results, strict=True)]
+
+
+def _kept(x: Any, dtype: Any) -> Any:
+    """An array in another dtype, whose value stays."""
+    if not isinstance(x, jax.Array):
+        return frozen(x, dtype)
+    return x if x.dtype == dtype else x.astype(dtype)
 
 
 def is_like(x: Any, want: Any) -> bool:
