@@ -12,6 +12,7 @@ import jax
 from shardc.checkpoint.manifest import DamagedError
 from shardc.errors import CheckpointError, ShardcError
 from shardc.execute.process_group import gather_by_jax
+from shardc.runtime.loop_status import LoopStatus
 
 T = TypeVar("T")
 
@@ -32,6 +33,8 @@ class ClusterPeers(Protocol):
     def processes(self) -> int: ...
     @property
     def config(self) -> Islands: ...
+    @property
+    def loop(self) -> LoopStatus: ...
     def gather(self, name: str, text: str) -> list[str]: ...
     def rejoin(self) -> None: ...
 

@@ -20,7 +20,6 @@ import numpy as np
 
 from shardc import compat
 from shardc.arrays.remote import is_remote
-from shardc.checkpoint.progress import StatusLine
 from shardc.errors import ArgumentError, all_offenders
 from shardc.live.figures import step_figures, waiting_text
 from shardc.live.writers import CsvFile, ProgressLine, RowWriter, TensorBoard, is_own_column
@@ -212,7 +211,7 @@ class Meter:
     def __enter__(self) -> Meter:
         csv, folder = self._files
         cluster = current()
-        self._status = cluster if isinstance(cluster, StatusLine) else None
+        self._status = None if cluster is None else cluster.loop
         self._speaks = (jax.process_index() if cluster is None else cluster.me) == 0
         with ExitStack() as opened:
             if self._speaks:
@@ -226,6 +225,8 @@ class Meter:
                 opened.callback(self._screen.close)
             opened.callback(self._clock.stop)
             self._closing = opened.pop_all()
+        if self._status is not None:
+            self._status.begin(self._loop.start)
         self._began = monotonic()
         return self
 
@@ -307,7 +308,7 @@ class Meter:
         for writer in self._writers:
             writer.write(figures)
         if self._status is not None:
-            self._status.say(step=step, loss=values.get("loss"), tokens=rate if loop.unit == "tokens" else None)
+            self._status.measured(step, values.get("loss"), rate if loop.unit == "tokens" else None)
 
     def _warn(self, screen: ProgressLine, values: Mapping[str, float], steps: _Steps) -> None:
         """Show since which step a result is not finite, once."""

@@ -22,6 +22,7 @@ from typing import Any, Final
 from shardc.errors import ClusterError, DisagreementError, PeerLostError
 from shardc.runtime.calls import call_text, calls_of, members_text, processes_text, refuse_other_calls
 from shardc.runtime.gathering import Gathering, Repeats, Verdict
+from shardc.runtime.loop_status import LoopStatus
 from shardc.runtime.store import Event, Store
 from shardc.runtime.transport.connection import Allocate, Frame, FrameKind
 from shardc.runtime.transport.link import Link
@@ -106,7 +107,8 @@ class Cluster:
         self._over = ""
         self._closed = False
         self._leaving = False
-        self._facts: dict[str, Any] = {}
+        self.loop = LoopStatus()
+        """Where the training loop is: the launcher gets to know with the next sign of life."""
         self.waits: dict[int, Callable[[], str]] = {}
         """For each pipeline, by its number, a function that returns which process it waits for. Called before each sign
         of life."""
@@ -180,13 +182,6 @@ class Cluster:
             os.killpg(0, signal.SIGKILL)
         os._exit(1)
 
-    def say(self, **facts: Any) -> None:
-        """Report progress: facts (numbers and texts) go to the launcher with the next sign of life. It shows `step`,
-        `loss`, `tokens` (a second) and `waits` (for which process). None removes a fact."""
-        known = {name: fact for name, fact in {**self._facts, **facts}.items() if fact is not None}
-        json.dumps(known)  # what cannot be sent is an error of the caller
-        self._facts = known
-
     def _look(self) -> None:
         """Look at the gatherings that are not finished: tell the others what came here, and report what is wrong."""
         with self._changed:
@@ -221,7 +216,7 @@ class Cluster:
     def _status(self) -> str:
         self._look()
         waits = next(filter(None, (text() for text in list(self.waits.values()))), "")
-        return json.dumps({**({"waits": waits} if waits else {}), **self._facts})
+        return json.dumps({**({"waits": waits} if waits else {}), **self.loop.facts})
 
     def wait_to_leave(self) -> bool:
         """Wait until all processes have ended well. False: the run ends otherwise."""

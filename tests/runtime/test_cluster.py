@@ -709,10 +709,10 @@ def test_orphans_end(tmp_path):
 def test_what_a_process_says_goes_with_its_signs_of_life(a_run):
     made = a_run(1)
     cluster = made.join(0)
-    cluster.say(step=3, loss=1.5)
+    cluster.loop.step(3, loss=1.5)
     with pytest.raises(TypeError):
-        cluster.say(loss=object())  # what cannot be sent fails here, not in a thread
-    cluster.say(step=4, tokens=None)
+        cluster.loop.step(4, loss=object())  # what cannot be sent fails here, not in a thread
+    cluster.loop.step(4)
     cluster.waits[7] = lambda: ""
     cluster.waits[8] = lambda: "process 1"
     want = {"step": 4, "loss": 1.5, "waits": "process 1"}
