@@ -211,6 +211,21 @@ def api_boundary(fn: F) -> F:
     return _traceback_util.api_boundary(fn)
 
 
+def interruptible(fn: F) -> F:
+    """Mark a function that users call and that waits for long: what ends it, as Ctrl-C, has no such frames either."""
+
+    @functools.wraps(fn)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return fn(*args, **kwargs)
+        except KeyboardInterrupt as error:
+            if error.__traceback__ is not None and _traceback_util._filtering_mode() != "off":
+                error.with_traceback(_traceback_util.filter_traceback(error.__traceback__))
+            raise
+
+    return cast(F, called)
+
+
 def users_level() -> int:
     """The `stacklevel` for a warning of the caller that shows the user's line."""
     callers = [frame.filename for frame in inspect.stack(0)[1:]]

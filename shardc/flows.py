@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import jax
 import numpy as np
@@ -31,7 +31,7 @@ from shardc.dataflow.work import HOST, HostWork, is_like
 from shardc.errors import ArgumentError, FlowError, MeshError, all_offenders
 from shardc.execute.call_cache import has_tracers
 from shardc.machine.mesh import AnyMesh
-from shardc.passes.trace.constants import key_of, why_no_constant
+from shardc.passes.trace.constants import is_foreign_array, key_of, why_no_constant
 from shardc.passes.trace.trace import is_array, leaves_by_path, path_text, settings, where_of
 from shardc.report.chart import Chart
 from shardc.report.drawn import Drawn
@@ -163,7 +163,7 @@ class Flow:
                 f"of that round: state, given = {self.name}(state{', item' if self._has_item else ''})."
             )
         wrong = [
-            f"{'/'.join(filter(None, (what, path_text(path))))} is {x!r}."
+            f"{'/'.join(filter(None, (what, path_text(path))))} is {x!r}{_AS_ARRAY * is_foreign_array(x)}."
             for path, x in pairs
             if not is_array(x) and (what == "item" or why_no_constant(what, path_text(path), x))
         ]
@@ -186,6 +186,7 @@ class Flow:
 
     # -- runs
 
+    @compat.interruptible
     @compat.api_boundary
     def __call__(self, state: Any, item: Any = None) -> tuple[Any, Any]:
         """One round: the new state, and what the round gave. In another flow's round it is a part of that one."""
@@ -194,6 +195,7 @@ class Flow:
         state, given = self.run(state, [item] if self._has_item else None, rounds=1)
         return state, given[0]
 
+    @compat.interruptible
     @compat.api_boundary
     def run(
         self, state: Any, inputs: Iterable[Any] | None = None, *, rounds: int | None = None,
@@ -270,6 +272,9 @@ class Flow:
         """End the threads, and the processes of host functions. The next run starts them again."""
         for run in self._runs.values():
             run.close()
+
+
+_AS_ARRAY: Final = ", an array of another library; pass np.asarray of it"
 
 
 class _Inputs(HostWork):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import multiprocessing
 import threading
 from collections.abc import Callable, Sequence
@@ -16,7 +17,8 @@ import numpy as np
 
 from shardc import compat
 from shardc.arrays.frozen import read_only
-from shardc.dataflow.round import aval_of, traced_round
+from shardc.dataflow.round import Round, aval_of, traced_round
+from shardc.dataflow.value import Nothing
 from shardc.dataflow.work import HostWork, stacked_gives
 from shardc.errors import ArgumentError, FlowError
 from shardc.passes.trace.trace import where_of
@@ -37,6 +39,10 @@ class Host:
         self.name = getattr(getattr(fn, "func", fn), "__name__", type(fn).__name__)
         self.__name__ = self.name
 
+    def __repr__(self) -> str:
+        copies = "" if self.copies is None else f", copies={self.copies}"
+        return f"Host({where_of(self.fn)}{copies}, where={self.where!r})"
+
     @compat.api_boundary
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.call(args, kwargs, 1)
@@ -47,16 +53,19 @@ class Host:
         if round is None:
             return self.fn(*args, **kwargs)
         source = compat.users_line()
+        self._refuse_call(round, args, kwargs)
         leaves, tree = jax.tree.flatten((args, kwargs))
+        round.refuse_nothing(self.name, leaves)
         if self.copies is None:
             work = self._work(self.fn, tree, len(leaves))
-            return work.out_tree.unflatten(
-                round.values_of(round.add(self.name, work, leaves, work.results, every, source))
-            )
+            made = round.values_of(round.add(self.name, work, leaves, work.results, every, source))
+            return Nothing(self.name, round) if self.gives is None else work.out_tree.unflatten(made)
         made: list[Any] = []
         for copy in range(self.copies):
             work = self._work(partial(self.fn, copy), tree, len(leaves))
             made += round.values_of(round.add(self.name, work, leaves, work.results, every, source))
+        if self.gives is None:
+            return Nothing(self.name, round)
         count = len(jax.tree.leaves(self.gives))
         one_by_one = jax.tree.structure((tuple(made), {}))
         stack = StackWork(
@@ -66,6 +75,21 @@ class Host:
         )  # fmt: skip
         leaves = round.values_of(round.add(stack.name, stack, made, stack.results, every, source))
         return jax.tree.unflatten(jax.tree.structure(self.gives), leaves)
+
+    def _refuse_call(self, round: Round, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raise ArgumentError for arguments that the function does not take."""
+        try:
+            signature = inspect.signature(self.fn)
+        except (TypeError, ValueError):  # of C
+            return
+        number = () if self.copies is None else (0,)
+        try:
+            signature.bind(*number, *args, **kwargs)
+        except TypeError as error:
+            first = "" if self.copies is None else "; with copies= the first argument is the number of the copy"
+            raise ArgumentError(
+                f"{round.where} calls {where_of(self.fn)}, which takes {signature}: {error}{first}."
+            ) from None
 
     def _work(self, call: Callable[..., Any], tree: Any, leaves: int) -> HostWork:
         keywords: Any = {"credits": self.credits, "seconds": self.seconds, "process": self.process}

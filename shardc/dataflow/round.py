@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from shardc.arrays.frozen import frozen
-from shardc.dataflow.value import INSIDE, Held, LateOrigin, Made, RoundValue
+from shardc.dataflow.value import INSIDE, Held, LateOrigin, Made, Nothing, RoundValue
 from shardc.errors import FlowError, TracingError, all_offenders
 from shardc.passes.trace.constants import key_of
 from shardc.passes.trace.trace import is_array, path_text
@@ -147,6 +147,7 @@ class Round:
                 f"  takes   {self._tree}\n  returns {tree}"
             )
         wrong: list[str] = []
+        self.refuse_nothing("the state", [x for _, x in pairs])
         for (path, x), was in zip(pairs, self._leaves, strict=True):
             name = "/".join(filter(None, ("state", path_text(path))))
             if not isinstance(was, RoundValue):
@@ -165,6 +166,7 @@ class Round:
             raise FlowError(all_offenders(f"{self.where}: a state that cannot be carried to the next round:", wrong))
         self.held = [x for _, x in pairs if isinstance(x, RoundValue)]
         self._check(self.held)
+        outs = jax.tree.map(lambda x: None if isinstance(x, Nothing) else x, outs)
         self.outs, self.out_tree = jax.tree.flatten(outs)
         self._check([x for x in self.outs if isinstance(x, RoundValue)])
 
@@ -174,6 +176,12 @@ class Round:
                 raise FlowError(
                     f"{self.where}: {v!r} is a value of another round, {v.round.where}, and is gone with it."
                 )
+
+    def refuse_nothing(self, taker: str, leaves: Sequence[Any]) -> None:
+        """Raise FlowError if a call takes the result of a host function that gives nothing."""
+        wrong = [f"{x.text(f'{taker} takes it')}." for x in leaves if isinstance(x, Nothing)]
+        if wrong:
+            raise FlowError(all_offenders(f"{self.where}: results that are not there:", wrong))
 
     def name_of(self, name: str) -> str:
         """A name for the next call of this name: `grad`, `grad[1]`."""

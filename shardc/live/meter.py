@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import warnings
 from collections import deque
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -20,9 +21,10 @@ import numpy as np
 
 from shardc import compat
 from shardc.arrays.remote import is_remote
-from shardc.errors import ArgumentError, all_offenders
+from shardc.errors import ArgumentError, ShardcWarning, all_offenders
 from shardc.live.figures import step_figures, waiting_text
 from shardc.live.writers import CsvFile, ProgressLine, RowWriter, TensorBoard, is_own_column
+from shardc.passes.trace.trace import where_of
 from shardc.runtime.cluster import current
 
 _log: Final = logging.getLogger("shardc")
@@ -57,8 +59,8 @@ def progress(  # noqa: PLR0913  # a public face
 
     Args:
       step: the function that the loop calls: of `shardc.function`, shardc.flax or shardc.equinox, a compiled one or a
-        flow. Its plan gives the planned time, the operations and the memory. None, or another function: no such
-        figures.
+        flow. Its plan gives the planned time, the operations and the memory. None: no such figures. Another function
+        has none either, and a ShardcWarning says so.
       total: steps of the loop with those before `start`; None: unknown.
       start: steps that were done before, as `saved.last(...)` gives them.
       every: a row is shown after the first step, after each step whose number it divides, and after the last one.
@@ -105,6 +107,12 @@ def progress(  # noqa: PLR0913  # a public face
         wrong.append(f"step={step!r}: give the function that the loop calls; the number of steps is total=.")
     if wrong:
         raise ArgumentError(all_offenders("shardc.progress: arguments that do not fit", wrong))
+    if step is not None and not hasattr(step, "latest"):
+        text = (
+            f"shardc.progress: {where_of(step)} is no function of shardc, so its planned time, operations and MFU are "
+            "unknown; give the shardc.function that the loop calls, or none."
+        )
+        warnings.warn(text, ShardcWarning, stacklevel=compat.users_level())
     numbers = None if total is None else int(total), int(start), int(every), None if items is None else float(items)
     return Meter(_Loop(step, *numbers, unit), csv, tensorboard)
 

@@ -83,6 +83,8 @@ def has_hash(x: object) -> bool:
 def why_no_constant(name: str, inner: str, x: Any) -> str | None:
     """A line for an error about the leaf `inner` of the argument `name`; None if it is a constant."""
     at, kind = "/".join(filter(None, (name, inner))), type(x).__name__
+    if is_foreign_array(x):
+        return f"{at}: a {kind} is an array of another library; pass np.asarray({_word(inner) if inner else name})."
     if not has_hash(x):
         frozen = f"write @dataclass(frozen=True) above {kind}, with hashable fields" if is_dataclass(x) else ""
         return f"{at}: a {kind} is neither an array nor a hashable constant; {frozen or 'pass an array'}."
@@ -93,6 +95,11 @@ def why_no_constant(name: str, inner: str, x: Any) -> str | None:
         f"{at}: a {kind} can change, and a compiled program would not see it; {own}mark it static, with "
         f'static_argnames="{_word(inner) if inner else name}", or pass its numbers.'
     )
+
+
+def is_foreign_array(x: Any) -> bool:
+    """Whether NumPy can make an array of it: a tensor of another library."""
+    return hasattr(x, "__array__") and not isinstance(x, type)
 
 
 def _word(path: str) -> str:
