@@ -282,8 +282,14 @@ def test_functions_of_modules(face, capsys):
 
 
 def test_a_plain_function_has_no_plan(capsys):
-    with shardc.progress(jax.jit(step)) as p:
+    line = step.__code__.co_firstlineno
+    with pytest.warns(shardc.ShardcWarning) as told, shardc.progress(jax.jit(step)) as p:
         p(loss=1)
+    assert [str(w.message) for w in told] == [
+        f"shardc.progress: step (test_meter.py:{line}) is no function of shardc, so its planned time, operations and "
+        "MFU are unknown; give the shardc.function that the loop calls, or none."
+    ]
+    assert told[0].filename == __file__
     assert "planned" not in capsys.readouterr().out
 
 
