@@ -211,6 +211,9 @@ def api_boundary(fn: F) -> F:
     return _traceback_util.api_boundary(fn)
 
 
+_filtering: Final = _traceback_util._filtering_mode  # pyright: ignore[reportPrivateUsage]
+
+
 def interruptible(fn: F) -> F:
     """Mark a function that users call and that waits for long: what ends it, as Ctrl-C, has no such frames either."""
 
@@ -218,8 +221,8 @@ def interruptible(fn: F) -> F:
     def called(*args: Any, **kwargs: Any) -> Any:
         try:
             return fn(*args, **kwargs)
-        except KeyboardInterrupt as error:
-            if error.__traceback__ is not None and _traceback_util._filtering_mode() != "off":
+        except BaseException as error:
+            if error.__traceback__ is not None and _filtering() not in ("off", "tracebackhide"):
                 error.with_traceback(_traceback_util.filter_traceback(error.__traceback__))
             raise
 
