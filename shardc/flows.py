@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import jax
 import numpy as np
@@ -14,6 +14,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from shardc import compat
 from shardc.api import function
+from shardc.arrays.frozen import frozen
 from shardc.arrays.gone import refuse_gone
 from shardc.calls.watch import notify_called, notify_made
 from shardc.dataflow.beginning import LateValues
@@ -31,7 +32,7 @@ from shardc.dataflow.work import HOST, HostWork, is_like
 from shardc.errors import ArgumentError, FlowError, MeshError, all_offenders
 from shardc.execute.call_cache import has_tracers
 from shardc.machine.mesh import AnyMesh
-from shardc.passes.trace.constants import key_of, why_no_constant
+from shardc.passes.trace.constants import is_foreign_array, key_of, why_no_constant
 from shardc.passes.trace.trace import is_array, leaves_by_path, path_text, settings, where_of
 from shardc.report.chart import Chart
 from shardc.report.drawn import Drawn
@@ -169,7 +170,7 @@ class Flow:
                 f"of that round: state, given = {self.name}(state{', item' if self._has_item else ''})."
             )
         wrong = [
-            f"{'/'.join(filter(None, (what, path_text(path))))} is {x!r}."
+            f"{'/'.join(filter(None, (what, path_text(path))))} is {x!r}{_AS_ARRAY * is_foreign_array(x)}."
             for path, x in pairs
             if not is_array(x) and (what == "item" or why_no_constant(what, path_text(path), x))
         ]
@@ -192,6 +193,7 @@ class Flow:
 
     # -- runs
 
+    @compat.interruptible
     @compat.api_boundary
     def __call__(self, state: Any, item: Any = None) -> tuple[Any, Any]:
         """One round: the new state, and what the round gave. In another flow's round it is a part of that one."""
@@ -200,6 +202,7 @@ class Flow:
         state, given = self.run(state, [item] if self._has_item else None, rounds=1)
         return state, given[0]
 
+    @compat.interruptible
     @compat.api_boundary
     def run(
         self, state: Any, inputs: Iterable[Any] | None = None, *, rounds: int | None = None,
@@ -209,8 +212,9 @@ class Flow:
 
         Args:
           state: pytree of arrays. Where a function donates it, its buffers are taken.
-          inputs: the item of each round; read ahead by as many as there are credits. In several processes those of
-            process 0 are read; the others give as many, or an iterator without length, of items of the same types.
+          inputs: the item of each round; read ahead by as many as there are credits. NumPy arrays are copied. In
+            several processes those of process 0 are read; the others give as many, or an iterator without length, of
+            items of the same types.
           rounds: the most rounds; None: until the inputs or a host function have no more.
           pending: what rounds before the first one made that late values are, as `.pending` of the run before has it.
             None, or shapes as `plan.pending` has them: what the state is, or `first=` of `shardc.late`.
@@ -280,6 +284,9 @@ class Flow:
             run.close()
 
 
+_AS_ARRAY: Final = ", an array of another library; pass np.asarray of it"
+
+
 class _Inputs(HostWork):
     """The inputs of a run as a node: it gives the item of each round."""
 
@@ -321,7 +328,8 @@ class _Items:
                 f"item {round} has another structure than the first one:\n  first {work.out_tree}\n  now   {tree}"
             )
         arrays = [
-            x if hasattr(x, "dtype") else np.asarray(x, a.dtype) for x, a in zip(leaves, work.results, strict=True)
+            x if isinstance(x, jax.Array) else frozen(x, None if hasattr(x, "dtype") else a.dtype)
+            for x, a in zip(leaves, work.results, strict=True)
         ]
         wrong = [
             f"leaf {i}: {_short(x)} after {_short(a)}."
@@ -396,9 +404,10 @@ def host(  # noqa: PLR0913  # a public face
 ) -> Any:  # fmt: skip
     """Make plain Python a node of rounds: a reader, a simulator, an evaluation, a log.
 
-    Each call in a round runs in a thread of its own, once a round, in the order of rounds; it is given NumPy arrays,
-    and gives up what it returns: it must not write into it later. A function that raises StopIteration ends the run
-    after the round before, if the new state needs its result and nothing has changed the state in that round before.
+    Each call in a round runs in a thread of its own, once a round, in the order of rounds. It is given NumPy arrays
+    that are read-only: others read them too. What it returns is copied, unless it is read-only, so it may fill the same
+    array in each round. A function that raises StopIteration ends the run after the round before, if the new state
+    needs its result and nothing has changed the state in that round before.
 
     Args:
       fn: the function.
@@ -495,6 +504,7 @@ def late(x: Any, rounds: int, *, first: Any = None) -> Any:
         raise ArgumentError(all_offenders("shardc.late: first= stands for values of another shape or dtype:", unlike))
     if not rounds:
         return x
+    firsts = [frozen(f) if isinstance(f, np.ndarray) else f for f in firsts]  # as they are now
     made = [
         RoundValue(v.aval, LateOrigin(v, rounds, f), v.round, f"late({v.name}, {rounds})")
         for v, f in zip(leaves, firsts, strict=True)

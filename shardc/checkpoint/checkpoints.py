@@ -24,7 +24,6 @@ from shardc.checkpoint.lock import DirectoryLock
 from shardc.checkpoint.manifest import DamagedError, Manifest, StoredLeaf, files_of, write_manifest
 from shardc.checkpoint.orbax import Writer, module
 from shardc.checkpoint.process_group import ClusterPeers, Group, group_of
-from shardc.checkpoint.progress import Progress
 from shardc.checkpoint.restore import check_fits, restore
 from shardc.checkpoint.steps import (
     PARTIAL,
@@ -206,13 +205,19 @@ class Checkpoints:
             if placements is not None:
                 like = placed_like(like, mesh, placements)
             try:
-                return self._restored(step, like), step + 1
+                return self._begun(self._restored(step, like), step + 1)
             except DamagedError as error:
                 damaged[step] = str(error)
         self._newest, self._is_tidy = -1, False
         state = or_else() if _is_function(or_else) else or_else
         self._check_alive(state)
-        return (state if placements is None else put(state, mesh, placements)), 0
+        return self._begun(state if placements is None else put(state, mesh, placements), 0)
+
+    def _begun(self, state: Any, start: int) -> tuple[Any, int]:
+        """The loop begins with this state, after so many steps."""
+        if self._loop is not None:
+            self._loop.begin(start)
+        return state, start
 
     @compat.api_boundary
     def step(self, step: int, state: Any, *, loss: Any = None, tokens: float | None = None) -> None:
@@ -223,7 +228,8 @@ class Checkpoints:
         Args:
           step: its number, larger at each call.
           state: after it, a pytree.
-          loss: for the status line of a run, as `tokens`: how many the step has taken.
+          loss: for the status line of a run, as `tokens`: how many the step has taken. `shardc.progress` in the same
+            loop gives them too.
 
         Raises:
           CheckpointError: this state, or one before, cannot be written; at the first step, another run writes to the
@@ -245,7 +251,8 @@ class Checkpoints:
                 "saved.last(or_else=...)` and step `start`, or give another directory."
             )
         is_last = self._last_step.begins()
-        self._progress.step(step, loss, tokens)
+        if self._loop is not None:
+            self._loop.step(step + 1, loss, tokens)
         if not self._is_tidy:
             self._tidy()
         self._newest, self._took_steps = step, True
@@ -303,8 +310,8 @@ class Checkpoints:
         """Meet the other processes, and make sure that all can write to one directory."""
         peers = _peers()
         self._group: Group = group_of(peers)
-        self._progress = Progress(peers)
         self._group.agree(self._name("how often"), {"every": str(self.every)})
+        self._loop = None if peers is None else peers.loop
         token = self._group.from_first(self._name("begin"), self._leave_token)
         try:
             self._group.together(self._name("see the directory"), lambda: self._see_token(token))
@@ -500,7 +507,8 @@ class Checkpoints:
         try:
             prune(self.directory, self.keep)
             for newest in list(folders_in(self.directory))[:1]:
-                self._progress.saved(newest)
+                if self._loop is not None:
+                    self._loop.saved(newest)
         except OSError as error:
             _log.warning("an old checkpoint in %s could not be removed: %s", self.directory, error)
 

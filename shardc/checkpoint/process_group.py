@@ -14,6 +14,7 @@ from shardc.errors import CheckpointError, ShardcError
 from shardc.execute.process_group import gather_by_jax
 from shardc.runtime.calls import refuse_unlike
 from shardc.runtime.last_step import LastStep
+from shardc.runtime.loop_status import LoopStatus
 
 T = TypeVar("T")
 
@@ -34,6 +35,8 @@ class ClusterPeers(Protocol):
     def processes(self) -> int: ...
     @property
     def config(self) -> Islands: ...
+    @property
+    def loop(self) -> LoopStatus: ...
     def gather(self, name: str, text: str) -> list[str]: ...
     @property
     def last_step(self) -> LastStep: ...

@@ -17,6 +17,7 @@ def call_in_round(function: Callee, args: tuple[Any, ...], kwargs: dict[str, Any
     round = traced_round()
     assert round is not None
     leaves, tree = jax.tree.flatten((args, kwargs))
+    round.refuse_nothing(getattr(function, "__name__", type(function).__name__), leaves)
     with outside():
         known = [_known(round, function, x) if isinstance(x, RoundValue) else x for x in leaves]
         work = FunctionWork(function, known, tree)

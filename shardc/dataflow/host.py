@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import faulthandler
 import importlib
+import inspect
 import multiprocessing
 import pickle
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from multiprocessing.connection import Connection
@@ -20,7 +21,9 @@ import jax
 import numpy as np
 
 from shardc import compat
-from shardc.dataflow.round import aval_of, traced_round
+from shardc.arrays.frozen import read_only
+from shardc.dataflow.round import Round, aval_of, traced_round
+from shardc.dataflow.value import Nothing
 from shardc.dataflow.work import HostWork, stacked_gives
 from shardc.errors import ArgumentError, FlowError
 from shardc.passes.trace.trace import where_of
@@ -41,6 +44,10 @@ class Host:
         self.name = getattr(getattr(fn, "func", fn), "__name__", type(fn).__name__)
         self.__name__ = self.name
 
+    def __repr__(self) -> str:
+        copies = "" if self.copies is None else f", copies={self.copies}"
+        return f"Host({where_of(self.fn)}{copies}, where={self.where!r})"
+
     @compat.api_boundary
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.call(args, kwargs, 1)
@@ -51,16 +58,19 @@ class Host:
         if round is None:
             return self.fn(*args, **kwargs)
         source = compat.users_line()
+        self._refuse_call(round, args, kwargs)
         leaves, tree = jax.tree.flatten((args, kwargs))
+        round.refuse_nothing(self.name, leaves)
         if self.copies is None:
             work = self._work(self.fn, tree, len(leaves))
-            return work.out_tree.unflatten(
-                round.values_of(round.add(self.name, work, leaves, work.results, every, source, self))
-            )
+            made = round.values_of(round.add(self.name, work, leaves, work.results, every, source, self))
+            return Nothing(self.name, round) if self.gives is None else work.out_tree.unflatten(made)
         made: list[Any] = []
         for copy in range(self.copies):
             work = self._work(partial(self.fn, copy), tree, len(leaves))
             made += round.values_of(round.add(self.name, work, leaves, work.results, every, source, self))
+        if self.gives is None:
+            return Nothing(self.name, round)
         count = len(jax.tree.leaves(self.gives))
         one_by_one = jax.tree.structure((tuple(made), {}))
         stack = StackWork(
@@ -70,6 +80,21 @@ class Host:
         )  # fmt: skip
         leaves = round.values_of(round.add(stack.name, stack, made, stack.results, every, source, self))
         return jax.tree.unflatten(jax.tree.structure(self.gives), leaves)
+
+    def _refuse_call(self, round: Round, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raise ArgumentError for arguments that the function does not take."""
+        try:
+            signature = inspect.signature(self.fn)
+        except (TypeError, ValueError):  # of C
+            return
+        number = () if self.copies is None else (0,)
+        try:
+            signature.bind(*number, *args, **kwargs)
+        except TypeError as error:
+            first = "" if self.copies is None else "; with copies= the first argument is the number of the copy"
+            raise ArgumentError(
+                f"{round.where} calls {where_of(self.fn)}, which takes {signature}: {error}{first}."
+            ) from None
 
     def _work(self, call: Callable[..., Any], tree: Any, leaves: int) -> HostWork:
         keywords: Any = {"credits": self.credits, "seconds": self.seconds, "process": self.process}
@@ -81,7 +106,13 @@ class Host:
 
 def _stacked(count: int, *made: Any) -> Any:
     """Results of `count` leaves each, stacked leaf by leaf."""
-    return tuple(np.stack(made[i::count]) for i in range(count)) if count else ()
+    return tuple(_stack(made[i::count]) for i in range(count)) if count else ()
+
+
+def _stack(made: Sequence[Any]) -> Any:
+    whole = np.stack(made)
+    whole.flags.writeable = False  # nobody else has it: no copy is needed
+    return whole
 
 
 class StackWork(HostWork):
@@ -195,7 +226,8 @@ def _serve(call: Callable[..., Any], asked: SimpleQueue[Any], answers: SimpleQue
 
 def _answer(call: Callable[..., Any], given: Any) -> tuple[Any, BaseException | None]:
     try:
-        return call(*given[0], **given[1]), None
+        args, kwargs = jax.tree.map(read_only, given)  # in a process of its own as in this one
+        return call(*args, **kwargs), None
     except BaseException as error:  # noqa: BLE001 - it is raised where the answer is read
         return None, error
 

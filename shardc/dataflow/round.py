@@ -10,8 +10,10 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, Final
 
 import jax
+import numpy as np
 
-from shardc.dataflow.value import INSIDE, Held, LateOrigin, Made, RoundValue
+from shardc.arrays.frozen import frozen
+from shardc.dataflow.value import INSIDE, Held, LateOrigin, Made, Nothing, RoundValue
 from shardc.errors import FlowError, TracingError, all_offenders
 from shardc.passes.trace.constants import key_of
 from shardc.passes.trace.trace import is_array, path_text
@@ -152,6 +154,7 @@ class Round:
                 f"  takes   {self._tree}\n  returns {tree}"
             )
         wrong: list[str] = []
+        self.refuse_nothing("the state", [x for _, x in pairs])
         for (path, x), was in zip(pairs, self._leaves, strict=True):
             name = "/".join(filter(None, ("state", path_text(path))))
             if not isinstance(was, RoundValue):
@@ -170,6 +173,7 @@ class Round:
             raise FlowError(all_offenders(f"{self.where}: a state that cannot be carried to the next round:", wrong))
         self.held = [x for _, x in pairs if isinstance(x, RoundValue)]
         self._check(self.held)
+        outs = jax.tree.map(lambda x: None if isinstance(x, Nothing) else x, outs)
         self.outs, self.out_tree = jax.tree.flatten(outs)
         self._check([x for x in self.outs if isinstance(x, RoundValue)])
 
@@ -184,6 +188,12 @@ class Round:
         found = next(n for n in names if n not in self._names)
         self._names.add(found)
         return found
+
+    def refuse_nothing(self, taker: str, leaves: Sequence[Any]) -> None:
+        """Raise FlowError if a call takes the result of a host function that gives nothing."""
+        wrong = [f"{x.text(f'{taker} takes it')}." for x in leaves if isinstance(x, Nothing)]
+        if wrong:
+            raise FlowError(all_offenders(f"{self.where}: results that are not there:", wrong))
 
     def add(  # noqa: PLR0913  # what a call is
         self, name: str, work: Work, given: Sequence[Any], results: Sequence[Any], every: int = 1, source: str = "",
@@ -201,6 +211,7 @@ class Round:
         """
         values = [x for x in given if isinstance(x, RoundValue)]
         self._check(values)
+        known = [frozen(x) if isinstance(x, np.ndarray) else x for x in given]  # as they are now
         key = name, (type(work), _code_of(called))
         if key in self._functions:
             function = self._functions[key]
@@ -208,7 +219,7 @@ class Round:
         else:
             function = called_as = self._unused(name if i == 1 else f"{name}#{i}" for i in count(1))
             self._functions[key] = function
-        node = FlowNode(len(self.nodes), called_as, function, work, list(given), results, every, source)
+        node = FlowNode(len(self.nodes), called_as, function, work, known, results, every, source)
         wrong = [line for v in values for line in self._wrong_rate(node, v)]
         if wrong:
             raise FlowError(

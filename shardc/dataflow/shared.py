@@ -28,7 +28,7 @@ from shardc.dataflow.network import FlowNetwork
 from shardc.dataflow.round import FlowNode, Round, aval_of, outside, traced_round
 from shardc.dataflow.value import RoundValue
 from shardc.dataflow.work import Callee, FunctionWork, LeafPlace
-from shardc.errors import ArgumentError, FlowError
+from shardc.errors import ArgumentError, FlowError, number_text
 from shardc.machine.mesh import AnyMesh
 from shardc.passes.trace.trace import where_of
 
@@ -61,6 +61,10 @@ class Shared:
         self.in_use = threading.Lock()
         self._wrapped: dict[Any, Callee] = {}
         self._traced: Round | None = None
+
+    def __repr__(self) -> str:
+        mesh = ", ".join(f"{axis}={n}" for axis, n in self.mesh.shape.items())
+        return f"Shared({number_text(len(self.leaves), 'array')} on {mesh}, {number_text(self.changes, 'change')})"
 
     def take(self, where: str) -> None:
         """Keep other flows from changing it, until it is given back by `in_use.release()`.
@@ -108,6 +112,7 @@ class Shared:
         self._check(round, stale, quorum, grace)
         function = self._function(fn, self._wrap)
         leaves, tree, known = _known(args)
+        round.refuse_nothing(getattr(fn, "__name__", "change"), leaves)
         with outside():
             work = _Change(self, function, known, tree, stale if quorum is None else None, quorum, grace)
         name = getattr(fn, "__name__", "change")
@@ -135,6 +140,7 @@ class Shared:
             return self._seen(round, "shared state", self, _Read(self, None, 1, stale))
         function = self._function(fn, self._wrap_reader)
         leaves, tree, known = _known(args)
+        round.refuse_nothing(getattr(fn, "__name__", "read"), leaves)
         with outside():
             work = _Pull(self, function, known, tree, stale)
         node = self._add(round, getattr(fn, "__name__", "read"), fn, work, leaves)

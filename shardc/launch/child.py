@@ -94,19 +94,18 @@ def _orphaned(job: Job) -> None:
 # -- the script
 
 
-def run_script(words: list[str]) -> None:
-    """Run a script, or with `-m` a module, as `python` does with these arguments."""
+def run_script(words: list[str]) -> dict[str, Any]:
+    """Run a script, or with `-m` a module, as `python` does with these arguments. Returns its globals."""
     is_module = words[0] == "-m"
     name, *arguments = words[is_module:]
     sys.argv = [name, *arguments]
     if is_module:
         if not sys.flags.safe_path:
             sys.path.insert(0, os.getcwd())  # a console command has its own folder first
-        runpy.run_module(name, run_name="__main__", alter_sys=True)
-        return
+        return runpy.run_module(name, run_name="__main__", alter_sys=True)
     if not sys.flags.safe_path:
         sys.path[0] = str(Path(name).resolve().parent)  # Python has put the working directory there
-    runpy.run_path(name, run_name="__main__")
+    return runpy.run_path(name, run_name="__main__")
 
 
 def _end(cluster: Cluster, job: Job, saved: int | None) -> None:

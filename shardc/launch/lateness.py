@@ -81,7 +81,8 @@ class Lateness:
         if paused or epoch != self._epoch:
             self._epoch = epoch
             self.begin()
-        said = {p: run for p, text in statuses.items() if (run := _run_of(text)).get("epoch") == epoch}
+        facts = {p: _facts_of(text) for p, text in statuses.items()}
+        said = {p: each["run"] for p, each in facts.items() if "run" in each and each["epoch"] == epoch}
         before, self._since = self._since, {}
         edges = self._edges(now, said, ended, before)
         return self._judge(now, edges, said)
@@ -205,7 +206,3 @@ def _facts_of(text: str) -> dict[str, Any]:
     with suppress(ValueError):  # an error in place of facts: the status line has it
         return json.loads(text)
     return {}
-
-
-def _run_of(text: str) -> dict[str, Any]:
-    return _facts_of(text).get("run", {})

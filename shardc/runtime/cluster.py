@@ -23,6 +23,7 @@ from shardc.errors import ClusterError, DisagreementError, PeerLostError
 from shardc.runtime.calls import call_text, calls_of, members_text, processes_text, refuse_other_calls
 from shardc.runtime.gathering import Gathering, Repeats, Verdict
 from shardc.runtime.last_step import LastStep
+from shardc.runtime.loop_status import LoopStatus
 from shardc.runtime.store import Event, Store
 from shardc.runtime.transport.connection import Allocate, Frame, FrameKind
 from shardc.runtime.transport.link import Link, Packed
@@ -117,7 +118,8 @@ class Cluster:
         self._over = ""
         self._closed = False
         self._leaving = False
-        self._facts: dict[str, Any] = {}
+        self.loop = LoopStatus()
+        """Where the training loop is: the launcher gets to know with the next sign of life."""
         self._begun: dict[str, Gathering] = {}
         """The newest gathering of each name that was begun here."""
         self._latest = ""
@@ -213,16 +215,6 @@ class Cluster:
             os.killpg(0, signal.SIGKILL)
         os._exit(1)
 
-    def say(self, **facts: Any) -> None:
-        """Report progress: facts (numbers and texts) go to the launcher with the next sign of life. It shows `step`,
-        `loss`, `tokens` (a second) and `waits` (for which process). None removes a fact. Facts belong to the epoch in
-        which they are said."""
-        with self._changed:
-            said = {**self._facts, **facts, "epoch": self.epoch}
-            known = {name: fact for name, fact in said.items() if fact is not None}
-            json.dumps(known)  # what cannot be sent is an error of the caller
-            self._facts = known
-
     def _look(self) -> None:
         """Look at the gatherings that are not finished: tell the others what came here, and report what is wrong."""
         with self._changed:
@@ -260,8 +252,9 @@ class Cluster:
         shown = longest_text(waits, self.me)
         return json.dumps({
             **({"waits": shown} if shown else {}),
-            **self._facts,
-            "run": {"epoch": self.epoch, "calls": self._newest_calls(), "waits": [w.to_json() for w in waits]},
+            **self.loop.facts,
+            "epoch": self.epoch,
+            "run": {"calls": self._newest_calls(), "waits": [w.to_json() for w in waits]},
         })  # fmt: skip
 
     def _newest_calls(self) -> dict[str, list[Any]]:
@@ -650,7 +643,7 @@ class Cluster:
             assert self._next is not None
             self.config = replace(self.config, epoch=self._next)
             self._next = self._lost = None
-            self._facts = {}
+            self.loop.begin(0)  # what is said belongs to an epoch
             self._counts.clear()
             self._begun.clear()
             self._gathering.clear()

@@ -713,15 +713,15 @@ def test_orphans_end(tmp_path):
 def test_what_a_process_says_goes_with_its_signs_of_life(a_run):
     made = a_run(1)
     cluster = made.join(0)
-    cluster.say(step=3, loss=1.5)
+    cluster.loop.step(3, loss=1.5)
     with pytest.raises(TypeError):
-        cluster.say(loss=object())  # what cannot be sent fails here, not in a thread
-    cluster.say(step=4, tokens=None)
+        cluster.loop.step(4, loss=object())  # what cannot be sent fails here, not in a thread
+    cluster.loop.step(4)
     wait = Wait(((1, "8/1"),), "rank 0 before 2B3", 4.25, "8/0")
     cluster.waits.networks[7] = list
     cluster.waits.networks[8] = lambda: [wait]
     want = {"step": 4, "loss": 1.5, "epoch": 0, "waits": "process 1 (rank 0 before 2B3, 4 s)"}
-    want["run"] = {"epoch": 0, "calls": {}, "waits": [["8/0", [[1, "8/1"]], "rank 0 before 2B3", 4.25]]}
+    want["run"] = {"calls": {}, "waits": [["8/0", [[1, "8/1"]], "rank 0 before 2B3", 4.25]]}
     until(lambda: json.loads(made.server.statuses().get(0) or "{}") == want)
     assert Wait.from_json(want["run"]["waits"][0]) == wait
     cluster.waits.networks.clear()

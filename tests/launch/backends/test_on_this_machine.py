@@ -359,7 +359,8 @@ def test_a_terminal_stays_a_terminal(tmp_path):
         """
         if c.me == 0:
             print(sys.stdout.isatty(), os.get_terminal_size().columns)
-        c.say(step=12, loss=3.2, tokens=5300.0, waits=f"process {1 - c.me}")
+        c.loop.measured(12, loss=3.2, rate=5300.0)
+        c.waits[0] = lambda: f"process {1 - c.me}"
         time.sleep(3)
         print("end")
         """,
