@@ -239,7 +239,7 @@ class FlowRun:
     ) -> tuple[list[Any], Rounds]:
         late = self._beginning.late
         made = late.of(pending)
-        self._agree(state, items, rounds, pending)
+        self._agree(state, items, rounds, None if made is None else pending)
         executor, remote = self._opened(), self._remote
         if made is not None and remote is not None:
             made = remote.brought_late(late, made)

@@ -13,6 +13,7 @@ import math
 import threading
 import weakref
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from queue import Empty, SimpleQueue
@@ -258,21 +259,21 @@ class Executor:
         is_said = False
         while any(w.done < run for w in self._workers):
             ends = not is_said and self.is_stopping()
-            try:
+            with suppress(Empty):
                 self._reports.get(timeout=_SOON if ends else pause)
-            except Empty:
-                if ends:
-                    is_said = True
-                    self._say_who_is_awaited(run, interrupted)
-                if self._look is not None:
-                    self._look()
-                now = sum(w.fired for w in self._workers)
-                if now != fired or not all(w.idle or w.done >= run for w in self._workers):
-                    fired, since = now, monotonic()
-                elif monotonic() - since > self._patience:
-                    text = f"nothing came from the other processes for {self._patience:g} s, though they are alive."
-                    stop_all(self._ports.values(), run, PipelineError(text))
-                    since = monotonic()
+                continue
+            if ends:
+                is_said = True
+                self._say_who_is_awaited(run, interrupted)
+            if self._look is not None:
+                self._look()
+            now = sum(w.fired for w in self._workers)
+            if now != fired or not all(w.idle or w.done >= run for w in self._workers):
+                fired, since = now, monotonic()
+            elif monotonic() - since > self._patience:
+                text = f"nothing came from the other processes for {self._patience:g} s, though they are alive."
+                stop_all(self._ports.values(), run, PipelineError(text))
+                since = monotonic()
 
     def _say_who_is_awaited(self, run: int, interrupted: bool) -> None:
         """Log why the run ends, and which tasks have not returned yet."""
