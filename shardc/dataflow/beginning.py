@@ -7,10 +7,11 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from shardc.dataflow.moves import copied
-from shardc.dataflow.network import Edge, HandedLeaf, devices_of
+from shardc.dataflow.network import Edge, HandedLeaf
 from shardc.dataflow.plan import PlannedFlow
 from shardc.dataflow.results import entering, known, late_parts
 from shardc.dataflow.round import Fixed, FlowNode
+from shardc.dataflow.timing.resources import devices_of
 from shardc.errors import FlowError
 from shardc.runtime.actor import Message
 

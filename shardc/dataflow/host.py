@@ -16,7 +16,7 @@ import numpy as np
 
 from shardc import compat
 from shardc.dataflow.round import aval_of, traced_round
-from shardc.dataflow.work import HostWork, stacked_gives
+from shardc.dataflow.work import HostWork, seconds_of_call, stacked_gives
 from shardc.errors import ArgumentError, FlowError
 from shardc.passes.trace.trace import where_of
 
@@ -28,11 +28,12 @@ class Host:
 
     def __init__(  # noqa: PLR0913  # the options of a public face
         self, fn: Callable[..., Any], gives: Any, copies: int | None, where: str, process: int | None,
-        credits: int | None, deadline: float | None, seconds: float | None,
+        credits: int | None, deadline: float | None, seconds: float | tuple[float, float] | None,
     ) -> None:  # fmt: skip
         self.fn, self.copies, self.where, self.process = fn, copies, where, process
         self.gives = jax.tree.map(aval_of, gives)
-        self.credits, self.deadline, self.seconds = credits, deadline, seconds
+        self.credits, self.deadline = credits, deadline
+        self.seconds = None if seconds is None else seconds_of_call(seconds)
         self.name = getattr(getattr(fn, "func", fn), "__name__", type(fn).__name__)
         self.__name__ = self.name
 
@@ -67,7 +68,9 @@ class Host:
         return jax.tree.unflatten(jax.tree.structure(self.gives), leaves)
 
     def _work(self, call: Callable[..., Any], tree: Any, leaves: int) -> HostWork:
-        keywords: Any = {"credits": self.credits, "seconds": self.seconds, "process": self.process}
+        keywords: Any = {
+            "credits": self.credits, "seconds": self.seconds, "process": self.process, "where": self.where
+        }  # fmt: skip
         if self.where == "thread" and self.deadline is None:
             return HostWork(call, tree, leaves, self.gives, self.name, **keywords)
         make = {"thread": _Thread, "process": _Process, "ray": _RayActor}[self.where]
@@ -290,7 +293,7 @@ def _is_number(x: object) -> bool:
 
 def checked_host(  # noqa: PLR0913  # the options of a public face
     fn: Callable[..., Any], gives: Any, copies: int | None, where: str, process: int | None, credits: int | None,
-    deadline: float | None, seconds: float | None,
+    deadline: float | None, seconds: float | tuple[float, float] | None,
 ) -> Host:  # fmt: skip
     """A host function, its options checked."""
     said = where_of(fn) if callable(fn) else repr(fn)
@@ -307,7 +310,10 @@ def checked_host(  # noqa: PLR0913  # the options of a public face
         wrong.append(f"credits={credits!r} is no whole number of 1 or more")
     if deadline is not None and not (_is_number(deadline) and deadline > 0):
         wrong.append(f"deadline={deadline!r} is no number of seconds above 0")
-    if seconds is not None and not (_is_number(seconds) and seconds >= 0):
+    if isinstance(seconds, tuple):
+        if not (len(seconds) == 2 and all(map(_is_number, seconds)) and 0 <= seconds[1] <= seconds[0]):
+            wrong.append(f"seconds={seconds!r} is no pair (of a call, of these in Python), such as (0.02, 0.005)")
+    elif seconds is not None and not (_is_number(seconds) and seconds >= 0):
         wrong.append(f"seconds={seconds!r} is no number of seconds")
     wrong += [
         f"gives= has {x!r}, which has no shape and dtype; write jax.ShapeDtypeStruct(shape, dtype)"

@@ -8,6 +8,7 @@ from typing import Any
 
 from shardc.dataflow.network import Edge, FlowNetwork, NodeStep
 from shardc.dataflow.round import FlowNode, Round
+from shardc.dataflow.work import seconds_of_call
 from shardc.errors import FlowError, all_offenders
 from shardc.machine.mesh import AnyMesh, view
 from shardc.pipeline.schedule.simulate import Timeline, seconds_of_rounds, simulate
@@ -88,8 +89,9 @@ class PlannedFlow:
         """The seconds of a step by its label.
 
         Args:
-          seconds: of nodes by name: a number, or a function that gives those of the next run. The name of a call stands
-            for all calls of that name. Others take what their plan says, and host functions nothing.
+          seconds: of nodes by name: a number, or a function that gives those of the next run; of a host function also
+            a pair, of a call and of these in Python. The name of a call stands for all calls of that name. Others take
+            what their plan says, and host functions nothing.
         """
         known = dict(seconds or {})
         names = {n.name for n in self.nodes} | {n.name.partition("[")[0] for n in self.nodes}
@@ -103,12 +105,12 @@ class PlannedFlow:
 
         def cost(label: NodeStep) -> float:
             found = each[label.node]
-            return found if isinstance(found, int | float) else found()
+            return seconds_of_call(found() if callable(found) else found)
 
         return cost
 
     def link(self, channel: Channel) -> tuple[float, float]:
-        """Latency, and seconds that a message of a channel keeps its link busy."""
+        """Latency, and seconds that a message of a channel keeps its links busy."""
         if not channel.bytes:
             return 0.0, 0.0
         rows = self.built.rows
@@ -122,11 +124,12 @@ class PlannedFlow:
         Args:
           rounds: how many.
           seconds: of nodes by name, as a host function has none: a number, or a function that gives those of the next
-            run (a sample of a distribution). `run(...)[1].seconds` has those of a run.
+            run (a sample of a distribution); of a host function also a pair: the seconds of a call, and those of them
+            in Python. `run(...)[1].seconds` has those of a run.
         """
         return simulate(self.network, self.cost(seconds), self.link, rounds)
 
-    def seconds_of(self, rounds: int, *, seconds: Mapping[str, float] | None = None) -> float:
+    def seconds_of(self, rounds: int, *, seconds: Mapping[str, Any] | None = None) -> float:
         """Seconds of so many rounds. Where all actors wait for one another, a million take no longer to find than some
         hundreds."""
         return seconds_of_rounds(self.network, self.cost(seconds), self.link, rounds)

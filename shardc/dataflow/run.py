@@ -11,12 +11,13 @@ import jax
 
 from shardc.dataflow.beginning import Beginning
 from shardc.dataflow.moves import copied, mover, on_host, stay
-from shardc.dataflow.network import Edge, NodeStep, devices_of
+from shardc.dataflow.network import Edge, NodeStep
 from shardc.dataflow.plan import PlannedFlow
-from shardc.dataflow.remote import RemoteFlow, process_of_rows, sender
+from shardc.dataflow.remote import RemoteFlow, sender
 from shardc.dataflow.results import Rounds, RunResults
 from shardc.dataflow.round import FlowNode
 from shardc.dataflow.shared import Shared, pots_of, read_only_what_is_used, shared_works
+from shardc.dataflow.timing.resources import devices_of
 from shardc.dataflow.value import RoundValue
 from shardc.errors import FlowError, PeerLostError, PipelineError, PipelineTaskError, RoundFailedError
 from shardc.execute.pipeline_executable import IN_FLIGHT
@@ -53,7 +54,7 @@ class FlowRun:
         self._now = _Now()
         self._executor: Executor | None = None
         self._lock = threading.Lock()
-        self._processes = process_of_rows(plan.built)
+        self._processes = plan.built.processes
         self._here = frozenset(n for n in plan.nodes if self._processes[plan.built.actor[n]] == me())
         self._remote: RemoteFlow | None = None
         self._steps = {s.label: s for row in plan.network.actors for s in row}
