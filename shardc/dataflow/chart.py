@@ -116,16 +116,20 @@ class FlowChart(Chart):
         return f"{key[0]}\N{RIGHTWARDS ARROW}{key[1]}{late}" + (f", 1 of {count}" if count > 1 else "")
 
     def headline(self, track: Track) -> str:
-        """`planned: 80.1 ms, 10.0 ms a round; learn is busiest, 98% of it`."""
+        """`planned: 80.1 ms, 10.0 ms a round; learn is busiest, 98% of it`. Where more than one actor uses something by
+        turns, that may be busier than each of them: `device 7 is busiest`."""
         timeline = track.timeline
         note = f" ({track.note})" if track.note else ""
         whole = timeline.makespan
         if not whole:
             return f"{track.name}{note}: {self.time_text(0)}"
-        busy, row = max((b, -row) for row, b in enumerate(timeline.busy))
+        resources = timeline.network.resources if timeline.held else ()
+        times = [*timeline.busy, *(t / r.units for t, r in zip(timeline.held, resources, strict=True))]
+        names = [*map(self.row_text, range(len(timeline.busy))), *(r.name for r in resources)]
+        busiest = max(range(len(times)), key=times.__getitem__)
         return (
             f"{track.name}{note}: {self.time_text(whole)}, {self.time_text(whole / self.rounds)} a round; "
-            f"{self.row_text(-row)} is busiest, {100 * busy / whole:.0f}% of it"
+            f"{names[busiest]} is busiest, {100 * times[busiest] / whole:.0f}% of it"
         )
 
 
@@ -152,7 +156,9 @@ def flow_chart(plan: PlannedFlow, rounds: int, seconds: Mapping[str, Any] | None
     return FlowChart(title, (track,), (), plan=plan, rounds=rounds)
 
 
-def measured_flow_chart(plan: PlannedFlow, spans: Sequence[Span], rounds: int) -> FlowChart:
+def measured_flow_chart(
+    plan: PlannedFlow, spans: Sequence[Span], rounds: int, by_node: Mapping[str, Sequence[float]]
+) -> FlowChart:
     """The chart of a recorded run below the planned one.
 
     Host functions whose seconds nobody planned take in each planned round what they took in the measured one.
@@ -161,18 +167,11 @@ def measured_flow_chart(plan: PlannedFlow, spans: Sequence[Span], rounds: int) -
       plan: the flow's.
       spans: of the run.
       rounds: those that it completed.
+      by_node: the seconds of each node, run by run, without those in which it waited for a turn.
     """
     unknown = {n.name for n in plan.nodes if n.work.seconds is None}
-    seconds = {name: iter(times).__next__ for name, times in seconds_by_node(spans).items() if name in unknown}
+    seconds = {name: iter(times).__next__ for name, times in by_node.items() if name in unknown}
     planned = flow_chart(plan, rounds, seconds, "host functions as measured" if seconds else "")
     zero = min((s.start for s in spans), default=0.0)
     measured = Track("measured", recorded(plan.network, spans, zero, rounds), "every node waited for")
     return FlowChart(planned.title, (*planned.tracks, measured), (), plan=plan, rounds=rounds)
-
-
-def seconds_by_node(spans: Sequence[Span]) -> dict[str, list[float]]:
-    """The seconds that each node took, run by run."""
-    each: dict[str, list[float]] = {}
-    for span in spans:
-        each.setdefault(str(span.label), []).append(span.end - span.start)
-    return each

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import Final
 
 from shardc.dataflow.chart import base_name
 from shardc.dataflow.host import StackWork
@@ -18,6 +19,7 @@ from shardc.report.tables import (
     mesh_text,
     number_text,
     numbers_text,
+    percent_text,
     placement_text,
     seconds_text,
     times_text,
@@ -31,7 +33,7 @@ def where_text(node: FlowNode) -> str:
 
 def flow_sections(plan: PlannedFlow) -> list[Section | None]:
     """The report of a flow."""
-    return [_head(plan), _nodes(plan), _edges(plan), _memory(plan)]
+    return [_head(plan), _nodes(plan), _turns(plan), _edges(plan), _memory(plan)]
 
 
 def _head(plan: PlannedFlow) -> Section:
@@ -98,6 +100,32 @@ def _nodes(plan: PlannedFlow) -> Section:
     ]  # fmt: skip
     rows = _alike(sorted(rows, key=_number), (1,), 0)
     return Section("Nodes, by actor", (">actor", "node", "where", "runs", ">time", "called in"), rows)
+
+
+_LEAST: Final = 1e-3
+"""What is in use for less than this share of a round is not listed."""
+
+
+def _turns(plan: PlannedFlow) -> Section | None:
+    """What several nodes use one after the other, and whether that is sure."""
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for t in plan.turns:
+        share = t.seconds / (plan.seconds or t.seconds)
+        if share >= _LEAST:
+            row = ", ".join(_folded(t.users)), seconds_text(t.seconds), percent_text(share)
+            alike.setdefault(row, []).append(t.name)
+    rows = [
+        (names[0] if len(names) == 1 else f"{names[0]}, and {len(names) - 1} like it", *rest)
+        for rest, names in alike.items()
+    ]
+    outside, lines = plan.seconds_outside_python, []
+    if outside is not None and seconds_text(outside) != seconds_text(plan.seconds):
+        lines = [
+            "Calls in threads count as pure Python, which runs in one thread at a time. If they only wait, or compute "
+            f"outside of Python, a round takes {seconds_text(outside)}: seconds=(of a call, in Python) says how much "
+            'they do, record=True measures it, and where="process" gives each an interpreter'
+        ]
+    return Section("Used in turns", ("what", "by", ">a round", ">of it"), rows, lines) if rows else None
 
 
 def _number(row: Sequence[str]) -> int:

@@ -310,11 +310,9 @@ def checked_host(  # noqa: PLR0913  # the options of a public face
         wrong.append(f"credits={credits!r} is no whole number of 1 or more")
     if deadline is not None and not (_is_number(deadline) and deadline > 0):
         wrong.append(f"deadline={deadline!r} is no number of seconds above 0")
-    if isinstance(seconds, tuple):
-        if not (len(seconds) == 2 and all(map(_is_number, seconds)) and 0 <= seconds[1] <= seconds[0]):
-            wrong.append(f"seconds={seconds!r} is no pair (of a call, of these in Python), such as (0.02, 0.005)")
-    elif seconds is not None and not (_is_number(seconds) and seconds >= 0):
-        wrong.append(f"seconds={seconds!r} is no number of seconds")
+    pair = seconds if isinstance(seconds, tuple) else (seconds or 0, 0)
+    if not (len(pair) == 2 and all(map(_is_number, pair)) and 0 <= pair[1] <= pair[0]):
+        wrong.append(f"seconds={seconds!r} is no number of seconds, and no pair of those of a call and those in Python")
     wrong += [
         f"gives= has {x!r}, which has no shape and dtype; write jax.ShapeDtypeStruct(shape, dtype)"
         for x in jax.tree.leaves(gives)

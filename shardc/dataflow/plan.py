@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from shardc.dataflow.network import Edge, FlowNetwork, NodeStep
 from shardc.dataflow.round import FlowNode, Round
@@ -12,9 +12,24 @@ from shardc.dataflow.work import seconds_of_call
 from shardc.errors import FlowError, all_offenders
 from shardc.machine.mesh import AnyMesh, view
 from shardc.pipeline.schedule.simulate import Timeline, seconds_of_rounds, simulate
+from shardc.pipeline.schedule.turns import PartlyHeld
 from shardc.report.tables import bytes_text
 from shardc.runtime.actor import Channel
 from shardc.runtime.deadlock import find_deadlock
+
+
+class Turn(NamedTuple):
+    """Something that several nodes or messages use by turns.
+
+    Attributes:
+      name: of it.
+      users: the nodes, or the messages as `giver → taker`.
+      seconds: for which it is in use in a round.
+    """
+
+    name: str
+    users: Sequence[str]
+    seconds: float
 
 
 class PlannedFlow:
@@ -139,6 +154,39 @@ class PlannedFlow:
         """Seconds of a round, of many: host functions without `seconds=` take none."""
         many = 1000 * self.network.period
         return self.seconds_of(many) / many
+
+    @cached_property
+    def turns(self) -> list[Turn]:
+        """What several nodes or messages use by turns, the busiest first."""
+        net, period = self.network, self.network.period
+        users: list[list[str]] = [[] for _ in net.resources]
+        for n in self.nodes:
+            steps = (s for s in net.actors[self.built.actor[n]] if s.label.node == n.number)
+            for r in next((s.uses for s in steps), ()):
+                users[r].append(n.name)
+        for c, e in zip(net.channels, self.edges, strict=True):
+            for r in c.uses:
+                ends = (n.name.partition("[")[0] for n in (e.giver, e.taker))
+                users[r].append(" \N{RIGHTWARDS ARROW} ".join(ends))
+        held = self.simulate(period).held
+        found = [
+            Turn(x.name, who, seconds / period / x.units)
+            for x, who, seconds in zip(net.resources, users, held, strict=True)
+            if len(who) > 1 and seconds
+        ]
+        return sorted(found, key=lambda turn: -turn.seconds)
+
+    @cached_property
+    def seconds_outside_python(self) -> float | None:
+        """Seconds of a round if no host function whose `seconds=` is one number is ever in Python; None if there is no
+        such function in a thread."""
+        free = {
+            n.name: (n.work.seconds, 0.0)
+            for n in self.nodes
+            if n.work.where == "thread" and n.work.seconds and not isinstance(n.work.seconds, PartlyHeld)
+        }
+        many = 1000 * self.network.period
+        return self.seconds_of(many, seconds=free) / many if free else None
 
     def __repr__(self) -> str:
         return (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from time import thread_time
 from typing import Any, Final, TypeAlias
 
 import jax
@@ -19,6 +20,7 @@ from shardc.dataflow.round import FlowNode
 from shardc.dataflow.shared import Shared, pots_of, read_only_what_is_used, shared_works
 from shardc.dataflow.timing.resources import devices_of
 from shardc.dataflow.value import RoundValue
+from shardc.dataflow.work import HostWork
 from shardc.errors import FlowError, PeerLostError, PipelineError, PipelineTaskError, RoundFailedError
 from shardc.execute.pipeline_executable import IN_FLIGHT
 from shardc.execute.recording import Recording
@@ -137,6 +139,7 @@ class FlowRun:
         may_end = node in self._built.ends
         start = work.run if work.actor is not None else _locked(self._locks(node), work.run)
         period, at, now = self.plan.network.period, step.round, self._now
+        in_python = type(work) is HostWork and work.where == "thread"
 
         def run(values: list[Any]) -> list[Any]:  # it holds no FlowRun: dropping that one ends the threads
             current = now.run
@@ -149,6 +152,7 @@ class FlowRun:
             round = current.fired[step.label] * period + at
             with under(known), current.turns():
                 try:
+                    begin = thread_time()
                     made = start(given if on_mesh else on_host(given), round)
                 except StopIteration:
                     if may_end:
@@ -159,6 +163,8 @@ class FlowRun:
                         "Let this one return a value in each round."
                     ) from None
                 if current.record:
+                    if in_python:
+                        current.python[node.name].append(thread_time() - begin)
                     _wait(list(made))
                 del given
                 current.fired[step.label] += 1
@@ -243,7 +249,8 @@ class FlowRun:
             current.share_logs(remote)
         left = self._beginning.pending(executor.left, complete) | current.past(complete)
         executor.left = {}
-        given = Rounds(current.given_in(complete), left, self.plan, self._of_all(spans) if record else ())
+        times = self._of_all(spans) if record else ()
+        given = Rounds(current.given_in(complete), left, self.plan, times, current.python)
         given.writes = remote is None or not remote.cluster.me
         if remote is None:
             return current.state(complete - 1), given

@@ -6,8 +6,9 @@ that its messages wake; times travel with messages and registers. Every message 
 of an event simulation.
 
 Steps and messages that use a resource which others use too (a device, a link, an interpreter) take turns, in the order
-in which they are ready, at the same time in the order of their actors. Each then waits until all that it uses is free,
-and those behind it wait for it, as programs in the queues of several devices do. Only these go through an event queue.
+in which they are ready, at the same time in the order of their rounds and actors. Each then waits until all that it
+uses is free, and those behind it wait for it, as programs in the queues of several devices do. Only these go through an
+event queue.
 """
 
 from __future__ import annotations
@@ -260,6 +261,7 @@ class _Asked(NamedTuple):
     """Somebody who waits for a turn, in the order of turns: from when on, and which actor's message or step it is."""
 
     ready: float
+    round: int
     actor: int
     kind: int
     number: int
@@ -318,13 +320,15 @@ class _SimulatedRun:
             turn = heappop(asked)
             if turn.kind == _RUN:
                 time = self.turns.free(self.contended[turn.what.uses], turn.ready)
-                self._advance(self.actors[turn.actor], turn.what, time)
+                self._advance(self.actors[turn.actor], turn, time)
             else:
                 self._send(turn.what, turn.ready)
 
     def _is_next(self, turn: _Asked) -> bool:
-        ends = ((self.ends[a][-1] if self.ends[a] else 0.0, a) for a in self.stopped if a != turn.actor)
-        return all(end > (turn.ready, turn.actor) for end in ends)
+        """Whether nobody who is at the end of the rounds to run could be before it."""
+        return all(
+            ((self.ends[a][-1] if self.ends[a] else 0.0), self.actors[a].rounds, a) > turn[:3] for a in self.stopped
+        )
 
     def go_on(self, rounds: int, *, is_last: bool = False) -> bool:
         """Run until this round; only the last times are kept. Returns whether this brought the run on."""
@@ -358,7 +362,7 @@ class _SimulatedRun:
             shape += [(message, len(arrivals)) for message, arrivals in found]
             times += [max(t, end) - now for t in (end, *(t for _, ts in found for t in ts), *free, *held)]
         asked = sorted(self.asked)
-        shape += [(turn.actor, turn.kind, turn.what) for turn in asked]
+        shape += [(self.actors[x.actor].rounds - x.round, x.actor, x.kind, x.what) for x in asked]
         times += [turn.ready - now for turn in asked]
         times += [t - now for t in self.turns.state(last, asked[0].ready if asked else _FOREVER)]
         return _State(tuple(shape), times)
@@ -370,36 +374,36 @@ class _SimulatedRun:
         held = tuple(self.turns.held[: len(self.net.resources)])
         return Timeline(self.net, tuple(self.starts), tuple(self.ends), tuple(self.sequence), held)
 
-    def _advance(self, actor: Actor[float], step: Step | None = None, time: float = 0.0) -> None:
+    def _advance(self, actor: Actor[float], turn: _Asked | None = None, time: float = 0.0) -> None:
         """Run an actor's steps as far as messages, registers and turns allow.
 
         Args:
           actor: the actor.
-          step, time: a step whose turn begins then.
+          turn, time: of a step whose turn begins then.
         """
-        a, ends = actor.number, self.ends[actor.number]
+        a, ends, length = actor.number, self.ends[actor.number], self.net.period
         first = len(ends)
-        while True:
-            if step is None:
-                if not actor.ready():
-                    self.waiting[a] = True
-                    if actor.step is None and a in self.turns.actors:
-                        self.stopped.add(a)
-                    break
-                step = actor.step
-                assert step is not None
-                arrivals, releases = actor.fire()
-                time = max([ends[-1] if ends else 0.0, *arrivals, *releases])
-                if step.uses and self.contended[step.uses]:
-                    self._ask(_RUN, time, a, step)
-                    break
-            self._fire(a, step, time)
-            step = None
+        if turn is not None:
+            self._fire(a, turn.what, time, turn.round)
+        while actor.ready():
+            step = actor.step
+            assert step is not None
+            round = actor.period * length + step.round
+            arrivals, releases = actor.fire()
+            time = max([ends[-1] if ends else 0.0, *arrivals, *releases])
+            if step.uses and self.contended[step.uses]:
+                self._ask(_RUN, time, round, a, step)
+                break
+            self._fire(a, step, time, round)
+        else:
+            self.waiting[a] = True
+            if actor.step is None and a in self.turns.actors:
+                self.stopped.add(a)
         count = len(ends) - first
         self.sequence[a] += range(self.number, self.number + count)
         self.number += count
 
-    def _fire(self, a: int, step: Step, time: float) -> None:
+    def _fire(self, a: int, step: Step, time: float, round: int) -> None:
         """Run a step of actor a, and tell those whom it gives messages and registers."""
         actors, waiting, links = self.actors, self.waiting, self.links
         self.starts[a].append(time)
@@ -424,7 +428,7 @@ class _SimulatedRun:
                 if waiting[b]:
                     self._wake(b)
             elif link.by_turns:
-                self._ask(_SEND, time, a, message)
+                self._ask(_SEND, time, round, a, message)
             else:
                 self._send(message, time)
 
@@ -434,9 +438,9 @@ class _SimulatedRun:
         for r in step.uses:
             self.turns.held[r] += held
 
-    def _ask(self, kind: int, ready: float, actor: int, what: Any) -> None:
+    def _ask(self, kind: int, ready: float, round: int, actor: int, what: Any) -> None:
         self.asks += 1
-        heappush(self.asked, _Asked(ready, actor, kind, self.asks, what))
+        heappush(self.asked, _Asked(ready, round, actor, kind, self.asks, what))
 
     def _send(self, message: Message, ready: float) -> None:
         """Send a message whose turn it is."""

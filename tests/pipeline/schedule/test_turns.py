@@ -182,12 +182,12 @@ def by_events(net, cost, link, rounds):
         for a, n in enumerate(done):
             if n < len(rows[a]) and (at := ready(a)) is not None:
                 turn = bool(set(uses[rows[a][n].label[0]]) & shared)
-                asks.append((turn, at, a, 1, 0, None))
-        for number, (at, a, m) in enumerate(sent):
-            asks.append((bool(set(net.channels[m[0]].uses) & shared), at, a, 0, number, m))
+                asks.append((turn, at, rows[a][n].label[1], a, 1, 0, None))
+        for number, (at, r, a, m) in enumerate(sent):
+            asks.append((bool(set(net.channels[m[0]].uses) & shared), at, r, a, 0, number, m))
         if not asks:
             return None
-        _, at, a, kind, number, m = min(asks)
+        _, at, _, a, kind, number, m = min(asks)
         if kind:
             step = rows[a][done[a]]
             names = [r for r in uses[step.label[0]] if r in shared]
@@ -202,7 +202,7 @@ def by_events(net, cost, link, rounds):
                 if net.channels[m[0]].source == net.channels[m[0]].target or link(net.channels[m[0]]) == (0, 0):
                     arrival[m] = begin + seconds
                 else:
-                    sent.append((begin + seconds, a, m))
+                    sent.append((begin + seconds, step.label[1], a, m))
         else:
             sent.pop(number)
             channel = net.channels[m[0]]
@@ -255,10 +255,10 @@ def check(rng, net, cost, link):
 
 
 def test_times_are_those_of_an_event_simulation():
-    found = list(networks(range(220), nodes=4, actors=4))
+    found = list(networks(range(150), nodes=4, actors=4))
     for rng, *rest in found:
         check(rng, *rest)
-    assert len(found) > 70
+    assert len(found) > 50
 
 
 @pytest.mark.sampled(0)
