@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 from jax.sharding import Mesh
 
 from shardc.dataflow.round import Fixed, FlowNode, Origin, Round
-from shardc.dataflow.timing.resources import Ends, Placed, devices_of, resources_of
+from shardc.dataflow.timing.resources import Ends, PlacedNode, devices_of, resources_of
 from shardc.dataflow.value import RoundValue
 from shardc.dataflow.work import LeafPlace
 from shardc.errors import FlowError, all_offenders
@@ -294,7 +294,7 @@ class FlowNetwork:
     def _network(self) -> Network:
         takes: dict[FlowNode, list[tuple[int, Edge]]] = {n: [] for n in self.round.nodes}
         gives: dict[FlowNode, list[tuple[int, Edge]]] = {n: [] for n in self.round.nodes}
-        places = [Placed(n, a, self.processes[a]) for n, a in self.actor.items()]
+        places = [PlacedNode(n, a, self.processes[a]) for n, a in self.actor.items()]
         nothing = frozenset[Any](), frozenset[Any]()
         used = resources_of(
             places, [nothing if self.actor[e.giver] == self.actor[e.taker] else e.ends for e in self.edges]

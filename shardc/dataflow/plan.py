@@ -18,7 +18,7 @@ from shardc.runtime.actor import Channel
 from shardc.runtime.deadlock import find_deadlock
 
 
-class Turn(NamedTuple):
+class UsedInTurns(NamedTuple):
     """Something that several nodes or messages use by turns.
 
     Attributes:
@@ -119,8 +119,9 @@ class PlannedFlow:
             each[n.number] = known.get(n.name, known.get(n.name.partition("[")[0], n.work.seconds or 0.0))
 
         def cost(label: NodeStep) -> float:
-            found = each[label.node]
-            return seconds_of_call(found() if callable(found) else found)
+            found: Any = each[label.node]
+            now: Any = found() if callable(found) else found
+            return seconds_of_call(now)
 
         return cost
 
@@ -156,13 +157,13 @@ class PlannedFlow:
         return self.seconds_of(many) / many
 
     @cached_property
-    def turns(self) -> list[Turn]:
+    def turns(self) -> list[UsedInTurns]:
         """What several nodes or messages use by turns, the busiest first."""
         net, period = self.network, self.network.period
         users: list[list[str]] = [[] for _ in net.resources]
         for n in self.nodes:
-            steps = (s for s in net.actors[self.built.actor[n]] if s.label.node == n.number)
-            for r in next((s.uses for s in steps), ()):
+            row = ((s.label, s.uses) for s in net.actors[self.built.actor[n]])
+            for r in next((uses for label, uses in row if isinstance(label, NodeStep) and label.node == n.number), ()):
                 users[r].append(n.name)
         for c, e in zip(net.channels, self.edges, strict=True):
             for r in c.uses:
@@ -170,7 +171,7 @@ class PlannedFlow:
                 users[r].append(" \N{RIGHTWARDS ARROW} ".join(ends))
         held = self.simulate(period).held
         found = [
-            Turn(x.name, who, seconds / period / x.units)
+            UsedInTurns(x.name, who, seconds / period / x.units)
             for x, who, seconds in zip(net.resources, users, held, strict=True)
             if len(who) > 1 and seconds
         ]

@@ -15,7 +15,7 @@ from shardc.report.tables import mesh_text, numbers_text
 from shardc.runtime.actor import Resource
 
 
-class Placed(NamedTuple):
+class PlacedNode(NamedTuple):
     """A node with its actor, and the process that runs it."""
 
     node: FlowNode
@@ -40,7 +40,7 @@ def devices_of(mesh: AnyMesh | None) -> frozenset[Any]:
     return frozenset(mesh.devices.flat) if isinstance(mesh, Mesh) else frozenset([mesh])
 
 
-def resources_of(nodes: Sequence[Placed], messages: Sequence[Ends]) -> Used:
+def resources_of(nodes: Sequence[PlacedNode], messages: Sequence[Ends]) -> Used:
     """The resources of a round.
 
     - Devices that several actors use, as the changes of a shared state do: a node holds them while it runs.
