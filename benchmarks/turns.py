@@ -3,7 +3,8 @@
     python -m benchmarks.turns [--rounds 20] [--turns 3] [--scale 1]
 
 The devices are fake ones that sleep, so that they do not share the cores of this machine; calls of Python sleep without
-giving up the interpreter. Links are not measured: fake devices have none. Their row is arithmetic.
+giving up the interpreter. The nodes of `sparse` do more than sleep: their seconds are recorded with one worker. Links
+are not measured, because fake devices have none: their rows are arithmetic.
 """
 
 from __future__ import annotations
@@ -109,14 +110,32 @@ PROGRAMS: dict[str, tuple[Callable[[int, float], Any], tuple[int, ...]]] = {
 }
 
 
+def names_of(plan: Any) -> set[str]:
+    return {str(node).partition("[")[0] for node in plan.nodes}
+
+
+def alone_of(make: Callable[[int, float], Any], scale: float) -> dict[str, float]:
+    """The seconds of each node in a recorded run of one worker."""
+    flow = make(1, scale)
+    flow.run((), range(3))
+    _, given = flow.run((), range(8), record=True)
+    flow.close()
+    return given.seconds
+
+
 def rounds_of(
-    make: Callable[[int, float], Any], n: int, rounds: int, turns: int, scale: float
+    make: Callable[[int, float], Any], n: int, rounds: int, turns: int, scale: float, alone: dict[str, float]
 ) -> tuple[float, float, str]:
-    """Seconds of a round, simulated, and measured in the best of some runs; and what the plan calls busiest."""
+    """Seconds of a round, simulated, and measured in the best of some runs; and what the plan calls busiest.
+
+    Args:
+      make, n, scale: the flow.
+      rounds, turns: of a run, and how many.
+      alone: the seconds of nodes that do more than sleep, as recorded with one worker.
+    """
     flow = make(n, scale)
     plan = flow.plan((), 0)
-    names = {name.partition("[")[0] for name in (str(node) for node in plan.nodes)}
-    seconds = {name: scale * each for name, each in SECONDS.items() if name in names}
+    seconds = alone if make is sparse else {name: scale * SECONDS[name] for name in SECONDS if name in names_of(plan)}
     line = plan.timeline(seconds=seconds).splitlines()[1]
     busiest = line.partition("a round; ")[2].partition(" is busiest")[0]
     flow.run((), range(3))
@@ -149,8 +168,9 @@ def rows(rounds: int, turns: int, scale: float, only: list[str]) -> Iterator[tup
     """For each program and size: name, size, simulated and measured seconds of a round, what is busiest."""
     for name in only:
         make, sizes = PROGRAMS[name]
+        alone = alone_of(make, scale) if make is sparse else {}
         for n in sizes:
-            yield name, n, *rounds_of(make, n, rounds, turns, scale)
+            yield name, n, *rounds_of(make, n, rounds, turns, scale, alone)
 
 
 def main() -> None:

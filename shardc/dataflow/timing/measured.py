@@ -17,8 +17,8 @@ def seconds_by_node(
     """The seconds that each node took, run by run.
 
     - On devices that several actors use, a program begins when the one before it has ended.
-    - A call in a thread holds Python's interpreter for the processor's time of its thread. It may have waited for it
-      while others held it, so that time is not counted: at least the rest is its own.
+    - A call in a thread is taken to hold Python's interpreter for the processor's time of its thread. It may have
+      waited while others held it, so that time is not counted: at least the rest is its own.
 
     Args:
       net, nodes: of the flow.
