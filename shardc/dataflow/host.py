@@ -312,7 +312,9 @@ def checked_host(  # noqa: PLR0913  # the options of a public face
         wrong.append(f"deadline={deadline!r} is no number of seconds above 0")
     pair = seconds if isinstance(seconds, tuple) else (seconds or 0, 0)
     if not (len(pair) == 2 and all(map(_is_number, pair)) and 0 <= pair[1] <= pair[0]):
-        wrong.append(f"seconds={seconds!r} is no number of seconds, and no pair of those of a call and those in Python")
+        wrong.append(
+            f"seconds={seconds!r} is neither seconds of a call nor (seconds of a call, those of them in Python)"
+        )
     wrong += [
         f"gives= has {x!r}, which has no shape and dtype; write jax.ShapeDtypeStruct(shape, dtype)"
         for x in jax.tree.leaves(gives)
