@@ -253,10 +253,10 @@ FLOWS = {
 
 
 def sleeps(plan: Any) -> dict[str, Any]:
-    """For each node the seconds of its runs, in order."""
+    """For each node the seconds of its runs, in order, and those in Python: who sleeps is never there."""
 
-    def runs(name: str, copy: int, every: int) -> Iterator[float]:
-        return (seconds_of(name, copy, r) for r in range(every - 1, 1 << 30, every))
+    def runs(name: str, copy: int, every: int) -> Iterator[tuple[float, float]]:
+        return ((seconds_of(name, copy, r), 0.0) for r in range(every - 1, 1 << 30, every))
 
     each: dict[str, Any] = {}
     for node in plan.nodes[1:]:
@@ -276,7 +276,7 @@ def rounds_of(make: Callable[[int], Any], option: int, rounds: int) -> tuple[flo
     measured = (time.perf_counter() - begin) / rounds
     flow.close()
     begin = time.perf_counter()
-    plan.seconds_of(1_000_000, seconds={n.name.partition("[")[0]: 0.01 for n in plan.nodes[1:]})
+    plan.seconds_of(1_000_000, seconds={n.name.partition("[")[0]: (0.01, 0.0) for n in plan.nodes[1:]})
     million = time.perf_counter() - begin
     return plan.simulate(rounds, seconds=sleeps(plan)).makespan / rounds, measured, million
 

@@ -400,7 +400,8 @@ def flow(fn: Callable[..., Any] | None = None, *, credits: int = 2) -> Any:
 @compat.api_boundary
 def host(  # noqa: PLR0913  # a public face
     fn: Callable[..., Any] | None = None, *, gives: Any = None, copies: int | None = None, where: str = "thread",
-    process: int | None = None, credits: int | None = None, deadline: float | None = None, seconds: float | None = None,
+    process: int | None = None, credits: int | None = None, deadline: float | None = None,
+    seconds: float | tuple[float, float] | None = None,
 ) -> Any:  # fmt: skip
     """Make plain Python a node of rounds: a reader, a simulator, an evaluation, a log.
 
@@ -421,7 +422,10 @@ def host(  # noqa: PLR0913  # a public face
       credits: results that may lie ready: how far a reader reads ahead. None: as the flow says.
       deadline: seconds after which a call that has not returned is an error. The start of a process has two minutes. A
         process that is late shows on standard error where it is.
-      seconds: of one call, for plans and simulations.
+      seconds: of one call, for plans and simulations. A call in a thread is taken to hold Python's interpreter all the
+        time, so that calls take turns, as those of pure Python do. A pair says how much of it that is:
+        `seconds=(0.02, 0.005)` for a call of 20 ms that computes 5 ms in Python, and sleeps, waits for the network or
+        computes in C without the interpreter for the rest. `run(..., record=True)` measures both.
 
     Returns:
       The function. Outside a round it runs as it is.

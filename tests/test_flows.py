@@ -308,7 +308,15 @@ def test_options_of_a_flow(call, text):
         ({"credits": 0}, "credits=0 is no whole number of 1 or more"),
         ({"deadline": 0}, "deadline=0 is no number of seconds above 0"),
         ({"deadline": "1 s"}, "deadline='1 s' is no number of seconds above 0"),
-        ({"seconds": -1}, "seconds=-1 is no number of seconds"),
+        ({"seconds": -1}, "seconds=-1 is neither seconds of a call nor (seconds of a call, those of them in Python)"),
+        (
+            {"seconds": (0.01, 0.02)},
+            "seconds=(0.01, 0.02) is neither seconds of a call nor (seconds of a call, those of them in Python)",
+        ),
+        (
+            {"seconds": (1,)},
+            "seconds=(1,) is neither seconds of a call nor (seconds of a call, those of them in Python)",
+        ),
         ({"gives": 3}, "gives= has 3, which has no shape and dtype; write jax.ShapeDtypeStruct(shape, dtype)"),
     ],
 )

@@ -10,9 +10,10 @@ from typing import Any, TypeAlias
 import jax
 
 from shardc.dataflow.moves import copied, to_place
-from shardc.dataflow.network import Edge, FlowNetwork, HandedLeaf, devices_of
+from shardc.dataflow.network import Edge, FlowNetwork, HandedLeaf
 from shardc.dataflow.plan import PlannedFlow
 from shardc.dataflow.round import Fixed, FlowNode
+from shardc.dataflow.timing.resources import devices_of
 from shardc.dataflow.work import LeafPlace, is_like
 from shardc.errors import FlowError, all_offenders, number_text
 from shardc.machine.devices import is_here

@@ -132,16 +132,20 @@ class FlowChart(Chart):
         return least(self.unknown if track is self.tracks[0] else ())
 
     def headline(self, track: Track) -> str:
-        """`planned: 80.1 ms for 8 rounds; learn is busiest, 98% of it`."""
+        """`planned: 80.1 ms for 8 rounds; learn is busiest, 98% of it`. Where more than one actor uses something by
+        turns, that may be busier than each of them: `device 7 is busiest`."""
         timeline = track.timeline
         note = f" ({track.note})" if track.note else ""
         whole, at_least = timeline.makespan, self._at_least(track)
         texts = [f"{track.name}{note}: {at_least}{self.time_text(whole)}"]
         if whole:
-            busy, row = max((b, -row) for row, b in enumerate(timeline.busy))
+            resources = timeline.network.resources if timeline.held else ()
+            times = [*timeline.busy, *(t / r.units for t, r in zip(timeline.held, resources, strict=True))]
+            names = [*map(self.row_text, range(len(timeline.busy))), *(r.name for r in resources)]
+            busiest = max(range(len(times)), key=times.__getitem__)
             texts[0] += f" for {number_text(self.rounds, 'round')}"
             known = " of those that are known" * bool(at_least)
-            texts.append(f"{self.row_text(-row)} is busiest{known}, {100 * busy / whole:.0f}% of it")
+            texts.append(f"{names[busiest]} is busiest{known}, {100 * times[busiest] / whole:.0f}% of it")
         if at_least:
             texts.append(unknown_text(self.unknown))
         return "; ".join(texts)
@@ -179,7 +183,9 @@ def flow_chart(plan: PlannedFlow, rounds: int, seconds: Seconds | None = None, n
     return FlowChart(title, (track,), (), plan=plan, rounds=rounds, unknown=unknown, said=seconds)
 
 
-def measured_flow_chart(plan: PlannedFlow, spans: Sequence[Span], rounds: int) -> FlowChart:
+def measured_flow_chart(
+    plan: PlannedFlow, spans: Sequence[Span], rounds: int, by_node: Mapping[int, Sequence[float]]
+) -> FlowChart:
     """The chart of a recorded run below the planned one.
 
     Host functions whose seconds nobody planned take in each planned round what they took in the measured one.
@@ -188,20 +194,11 @@ def measured_flow_chart(plan: PlannedFlow, spans: Sequence[Span], rounds: int) -
       plan: the flow's.
       spans: of the run.
       rounds: those that it completed.
+      by_node: the seconds of each node, by its number, run by run, without those in which it waited for a turn.
     """
     unknown = {n.number: n for n in plan.nodes if n.work.seconds is None}
-    known = seconds_by_node(spans)
-    seconds = {unknown[n]: iter(times).__next__ for n, times in known.items() if n in unknown}
+    seconds = {unknown[n]: iter(times).__next__ for n, times in by_node.items() if n in unknown}
     planned = flow_chart(plan, rounds, seconds, "host functions as measured" if seconds else "")
     zero = min((s.start for s in spans), default=0.0)
     measured = Track("measured", recorded(plan.network, spans, zero, rounds), "every node waited for")
     return replace(planned, tracks=(*planned.tracks, measured))
-
-
-def seconds_by_node(spans: Sequence[Span]) -> dict[int, list[float]]:
-    """The seconds that each node took, by its number, run by run."""
-    each: dict[int, list[float]] = {}
-    for span in spans:
-        assert isinstance(span.label, NodeStep)
-        each.setdefault(span.label.node, []).append(span.end - span.start)
-    return each

@@ -21,6 +21,7 @@ from shardc.report.tables import (
     mesh_texts,
     number_text,
     numbers_text,
+    percent_text,
     placement_text,
     seconds_text,
     times_text,
@@ -35,7 +36,7 @@ def flow_sections(plan: PlannedFlow, chart: FlowChart | None = None) -> list[Sec
       chart: of a recorded run, whose times come first, or with seconds that the plan does not know; None: neither.
     """
     meshes = meshes_of(plan)
-    return [_head(plan, chart), _nodes(plan, meshes), _edges(plan, meshes), _memory(plan)]
+    return [_head(plan, chart), _nodes(plan, meshes), _turns(plan), _edges(plan, meshes), _memory(plan)]
 
 
 def meshes_of(plan: PlannedFlow) -> dict[AnyMesh, MeshText]:
@@ -79,6 +80,32 @@ def average_text(plan: PlannedFlow, chart: FlowChart | None) -> str:
     return least(chart.unknown) + seconds_text(plan.average(chart.said))
 
 
+_LEAST: Final = 1e-3
+"""What is in use for less than this share of a round is not listed."""
+
+
+def _turns(plan: PlannedFlow) -> Section | None:
+    """What several nodes use one after the other, and whether that is sure."""
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for t in plan.turns:
+        share = t.seconds / (plan.seconds or t.seconds)
+        if share >= _LEAST:
+            row = ", ".join(_counted(t.users)), seconds_text(t.seconds), percent_text(share)
+            alike.setdefault(row, []).append(t.name)
+    rows = [
+        (names[0] if len(names) == 1 else f"{names[0]}, and {len(names) - 1} like it", *rest)
+        for rest, names in alike.items()
+    ]
+    outside, lines = plan.seconds_outside_python, []
+    if outside is not None and seconds_text(outside) != seconds_text(plan.seconds):
+        lines = [
+            "Calls in threads count as pure Python, which runs in one thread at a time. If they only wait, or compute "
+            f"outside of Python, a round takes {seconds_text(outside)}: seconds=(of a call, in Python) says how much "
+            'they do, record=True measures it, and where="process" gives each an interpreter'
+        ]
+    return Section("Used in turns", ("what", "by", ">a round", ">of it"), rows, lines) if rows else None
+
+
 def how_to_tell(unknown: Sequence[FlowNode]) -> Iterator[str]:
     """A line about nodes whose seconds are unknown, if there are some."""
     if unknown:
@@ -88,7 +115,11 @@ def how_to_tell(unknown: Sequence[FlowNode]) -> Iterator[str]:
 
 def _folded(nodes: Sequence[FlowNode]) -> list[str]:
     """Names; of several calls of one function its name, and how many they are: `play x16`."""
-    return [times_text(name, n) for name, n in Counter(n.function for n in nodes).items()]
+    return _counted(n.function for n in nodes)
+
+
+def _counted(names: Iterable[str]) -> list[str]:
+    return [times_text(name, n) for name, n in Counter(names).items()]
 
 
 # -- tables whose rows are nodes, or pairs of them

@@ -24,7 +24,7 @@ from shardc import compat
 from shardc.arrays.frozen import read_only
 from shardc.dataflow.round import Round, aval_of, traced_round
 from shardc.dataflow.value import Nothing
-from shardc.dataflow.work import HostWork, stacked_gives
+from shardc.dataflow.work import HostWork, seconds_of_call, stacked_gives
 from shardc.errors import ArgumentError, FlowError
 from shardc.passes.trace.trace import where_of
 
@@ -36,11 +36,12 @@ class Host:
 
     def __init__(  # noqa: PLR0913  # the options of a public face
         self, fn: Callable[..., Any], gives: Any, copies: int | None, where: str, process: int | None,
-        credits: int | None, deadline: float | None, seconds: float | None,
+        credits: int | None, deadline: float | None, seconds: float | tuple[float, float] | None,
     ) -> None:  # fmt: skip
         self.fn, self.copies, self.where, self.process = fn, copies, where, process
         self.gives = jax.tree.map(aval_of, gives)
-        self.credits, self.deadline, self.seconds = credits, deadline, seconds
+        self.credits, self.deadline = credits, deadline
+        self.seconds = None if seconds is None else seconds_of_call(seconds)
         self.name = getattr(getattr(fn, "func", fn), "__name__", type(fn).__name__)
         self.__name__ = self.name
 
@@ -97,7 +98,9 @@ class Host:
             ) from None
 
     def _work(self, call: Callable[..., Any], tree: Any, leaves: int) -> HostWork:
-        keywords: Any = {"credits": self.credits, "seconds": self.seconds, "process": self.process}
+        keywords: Any = {
+            "credits": self.credits, "seconds": self.seconds, "process": self.process, "where": self.where
+        }  # fmt: skip
         if self.where == "thread" and self.deadline is None:
             return HostWork(call, tree, leaves, self.gives, self.name, **keywords)
         make = {"thread": _Thread, "process": _Process, "ray": _RayActor}[self.where]
@@ -359,7 +362,7 @@ def _is_number(x: object) -> bool:
 
 def checked_host(  # noqa: PLR0913  # the options of a public face
     fn: Callable[..., Any], gives: Any, copies: int | None, where: str, process: int | None, credits: int | None,
-    deadline: float | None, seconds: float | None,
+    deadline: float | None, seconds: float | tuple[float, float] | None,
 ) -> Host:  # fmt: skip
     """A host function, its options checked."""
     said = where_of(fn) if callable(fn) else repr(fn)
@@ -376,8 +379,11 @@ def checked_host(  # noqa: PLR0913  # the options of a public face
         wrong.append(f"credits={credits!r} is no whole number of 1 or more")
     if deadline is not None and not (_is_number(deadline) and deadline > 0):
         wrong.append(f"deadline={deadline!r} is no number of seconds above 0")
-    if seconds is not None and not (_is_number(seconds) and seconds >= 0):
-        wrong.append(f"seconds={seconds!r} is no number of seconds")
+    pair = seconds if isinstance(seconds, tuple) else (seconds or 0, 0)
+    if not (len(pair) == 2 and all(map(_is_number, pair)) and 0 <= pair[1] <= pair[0]):
+        wrong.append(
+            f"seconds={seconds!r} is neither seconds of a call nor (seconds of a call, those of them in Python)"
+        )
     wrong += [
         f"gives= has {x!r}, which has no shape and dtype; write jax.ShapeDtypeStruct(shape, dtype)"
         for x in jax.tree.leaves(gives)

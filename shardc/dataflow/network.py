@@ -11,10 +11,11 @@ from typing import Any, Final, NamedTuple
 from jax.sharding import Mesh
 
 from shardc.dataflow.round import Fixed, FlowNode, Origin, Round
+from shardc.dataflow.timing.resources import Ends, PlacedNode, devices_of, resources_of
 from shardc.dataflow.value import RoundValue
 from shardc.dataflow.work import LeafPlace
-from shardc.errors import FlowError
-from shardc.machine.mesh import AnyMesh
+from shardc.errors import FlowError, all_offenders
+from shardc.machine.devices import processes_of
 from shardc.runtime.actor import Channel, Message, Network, Step
 
 MOST_STEPS: Final = 100_000
@@ -101,8 +102,21 @@ class Edge:
 
     @property
     def most_bytes(self) -> int:
-        """Bytes of one message that arrive at one device."""
-        return sum(self.places(m)[1].bytes(self.giver.results[m.output]) for m in self.moves if not self.stays(m))
+        """Bytes of one message that go over the busiest link, into one device or out of one."""
+        moved = [m for m in self.moves if not self.stays(m)]
+        into = sum(self.places(m)[1].bytes(self.giver.results[m.output]) for m in moved)
+        senders = [(mesh.size, self.bytes_of(m)) for m in moved if (mesh := self.places(m)[0].mesh) is not None]
+        return max(into, sum(-(-all_bytes // size) for size, all_bytes in senders))
+
+    @property
+    def ends(self) -> Ends:
+        """The devices that a message leaves, and those that it enters."""
+        pairs = [self.places(m) for m in self.moves if not self.stays(m)]
+        left, entered = (
+            frozenset(d for p in places if p.mesh is not None for d in devices_of(p.mesh))
+            for places in ([here for here, _ in pairs], [there for _, there in pairs])
+        )
+        return left, entered
 
 
 class FlowNetwork:
@@ -114,6 +128,7 @@ class FlowNetwork:
 
     Attributes:
       rows: the nodes of each actor.
+      processes: of the run, that of each actor.
       edges: by channel.
       constants: for each node the state leaves that it takes and that never change, by argument.
       ends: the nodes that end a run by having no more.
@@ -139,6 +154,7 @@ class FlowNetwork:
         self._check_period()
         self.longest = max((e.delay for e in self.edges), default=0)
         self.edges = [self._with_registers(self._safe(e)) for e in self.edges]
+        self.processes = _processes_of_rows(self)
         self.network = self._network()
 
     def _edges(self) -> list[Edge]:
@@ -278,6 +294,11 @@ class FlowNetwork:
     def _network(self) -> Network:
         takes: dict[FlowNode, list[tuple[int, Edge]]] = {n: [] for n in self.round.nodes}
         gives: dict[FlowNode, list[tuple[int, Edge]]] = {n: [] for n in self.round.nodes}
+        places = [PlacedNode(n, a, self.processes[a]) for n, a in self.actor.items()]
+        nothing = frozenset[Any](), frozenset[Any]()
+        used = resources_of(
+            places, [nothing if self.actor[e.giver] == self.actor[e.taker] else e.ends for e in self.edges]
+        )
         channels: list[Channel] = []
         for number, e in enumerate(self.edges):
             late = f", {e.delay} late" if e.delay else ""
@@ -285,18 +306,18 @@ class FlowNetwork:
                 Channel(
                     f"{e.giver} -> {e.taker}{late}", self.actor[e.giver], self.actor[e.taker], e.registers,
                     e.most_bytes,
-                    e.delay,
+                    e.delay, used.by_message[number],
                 )
             )  # fmt: skip
             takes[e.taker].append((number, e))
             gives[e.giver].append((number, e))
-        actors = [tuple(self._steps(row, takes, gives)) for row in self.rows]
+        actors = [tuple(self._steps(row, takes, gives, used.by_node)) for row in self.rows]
         names = tuple(map(_row_name, self.rows))
-        return Network(tuple(actors), tuple(channels), self.period, names=names, kind="round")
+        return Network(tuple(actors), tuple(channels), self.period, names=names, kind="round", resources=used.resources)
 
     def _steps(
         self, row: Sequence[FlowNode], takes: Mapping[FlowNode, list[tuple[int, Edge]]],
-        gives: Mapping[FlowNode, list[tuple[int, Edge]]],
+        gives: Mapping[FlowNode, list[tuple[int, Edge]]], uses: Mapping[FlowNode, tuple[int, ...]],
     ) -> Iterator[Step]:  # fmt: skip
         for r in range(self.period):
             for node in row:
@@ -306,7 +327,7 @@ class FlowNetwork:
                 given: list[Message] = [
                     (c, (r + e.delay) % self.period) for c, e in gives[node] if (r + e.delay + 1) % e.taker.every == 0
                 ]
-                yield Step(NodeStep(node.name, node.number, r), tuple(taken), tuple(given), r)
+                yield Step(NodeStep(node.name, node.number, r), tuple(taken), tuple(given), r, uses[node])
 
 
 def _row_name(row: Sequence[FlowNode]) -> str:
@@ -315,9 +336,35 @@ def _row_name(row: Sequence[FlowNode]) -> str:
     return ", ".join(n.name for n in row[:2]) + more
 
 
-def devices_of(mesh: AnyMesh | None) -> frozenset[Any]:
-    """The devices of a mesh; of one without devices, the mesh itself."""
-    return frozenset(mesh.devices.flat) if isinstance(mesh, Mesh) else frozenset([mesh])
+def _processes_of_rows(built: FlowNetwork) -> list[int]:
+    """The process of each actor.
+
+    Raises:
+      FlowError: the meshes of an actor lie in several processes.
+    """
+    found: dict[int, int] = {}
+    wrong: list[str] = []
+    for a, row in enumerate(built.rows):
+        devices = [d for n in row for m in n.work.meshes if isinstance(m, Mesh) for d in m.devices.flat]
+        processes = processes_of(devices)
+        if len(processes) > 1:
+            names = ", ".join(n.name for n in row)
+            wrong.append(f"{names}: its devices are in processes {', '.join(map(str, processes))}.")
+        if processes:
+            found[a] = processes[0]
+    if wrong:
+        raise FlowError(all_offenders(f"{built.round.where}: each mesh of a flow lies in one process:", wrong))
+    for a, row in enumerate(built.rows):
+        said = next((p for n in row if (p := n.work.process) is not None), None)
+        if said is not None:
+            found[a] = said
+    found.setdefault(built.actor[built.round.nodes[0]], 0)
+    for node in reversed(built.round.nodes):  # its readers stand behind it
+        a = built.actor[node]
+        if a not in found:
+            near = [e.taker for e in built.edges if e.giver is node] + [e.giver for e in built.edges if e.taker is node]
+            found[a] = next((found[built.actor[n]] for n in near if built.actor[n] in found), 0)
+    return [found[a] for a in range(len(built.rows))]
 
 
 def _rows(nodes: Sequence[FlowNode]) -> list[list[FlowNode]]:

@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from shardc.dataflow.network import Edge, FlowNetwork, NodeStep
 from shardc.dataflow.round import FlowNode, Round
+from shardc.dataflow.work import seconds_of_call
 from shardc.errors import FlowError, all_offenders
 from shardc.machine.mesh import AnyMesh, view
 from shardc.pipeline.schedule.simulate import Timeline, seconds_of_rounds, simulate
+from shardc.pipeline.schedule.turns import PartlyHeld
 from shardc.report.tables import bytes_text
 from shardc.runtime.actor import Channel
 from shardc.runtime.deadlock import find_deadlock
 
 Seconds: TypeAlias = Mapping[str, Any] | Mapping[FlowNode, Any]
 """The seconds of nodes, or of calls and functions by name."""
+
+
+class UsedInTurns(NamedTuple):
+    """Something that several nodes or messages use by turns.
+
+    Attributes:
+      name: of it.
+      users: the functions of the nodes, or of messages `giver → taker`, one for each.
+      seconds: for which it is in use in a round.
+    """
+
+    name: str
+    users: Sequence[str]
+    seconds: float
 
 
 class PlannedFlow:
@@ -92,7 +108,8 @@ class PlannedFlow:
 
         Args:
           seconds: of nodes, or of calls and functions by name: a number, or a function that gives those of the next
-            run. Others take what their plan says, and host functions nothing.
+            run; of a host function also a pair, of a call and of these in Python. Others take what their plan says, and
+            host functions nothing.
         """
         known: Mapping[Any, Any] = seconds or {}
         names = {n.name for n in self.nodes} | {n.function for n in self.nodes}
@@ -105,13 +122,14 @@ class PlannedFlow:
             each[n.number] = next((known[k] for k in (n, n.name, n.function) if k in known), n.work.seconds or 0.0)
 
         def cost(label: NodeStep) -> float:
-            found = each[label.node]
-            return found if isinstance(found, int | float) else found()
+            found: Any = each[label.node]
+            now: Any = found() if callable(found) else found
+            return seconds_of_call(now)
 
         return cost
 
     def link(self, channel: Channel) -> tuple[float, float]:
-        """Latency, and seconds that a message of a channel keeps its link busy."""
+        """Latency, and seconds that a message of a channel keeps its links busy."""
         if not channel.bytes:
             return 0.0, 0.0
         rows = self.built.rows
@@ -125,7 +143,8 @@ class PlannedFlow:
         Args:
           rounds: how many.
           seconds: of nodes by name, as a host function has none: a number, or a function that gives those of the next
-            run (a sample of a distribution). `run(...)[1].seconds` has those of a run.
+            run (a sample of a distribution); of a host function also a pair: the seconds of a call, and those of them
+            in Python. `run(...)[1].seconds` has those of a run.
         """
         return simulate(self.network, self.cost(seconds), self.link, rounds)
 
@@ -148,6 +167,38 @@ class PlannedFlow:
         """Seconds of a round, averaged over many, with these seconds of nodes."""
         many = 1000 * self.network.period
         return self.seconds_of(many, seconds=seconds) / many
+
+    @cached_property
+    def turns(self) -> list[UsedInTurns]:
+        """What several nodes or messages use by turns, the busiest first."""
+        net, period = self.network, self.network.period
+        users: list[list[str]] = [[] for _ in net.resources]
+        for n in self.nodes:
+            row = ((s.label, s.uses) for s in net.actors[self.built.actor[n]])
+            for r in next((uses for label, uses in row if isinstance(label, NodeStep) and label.node == n.number), ()):
+                users[r].append(n.function)
+        for c, e in zip(net.channels, self.edges, strict=True):
+            for r in c.uses:
+                ends = e.giver.function, e.taker.function
+                users[r].append(" \N{RIGHTWARDS ARROW} ".join(ends))
+        held = self.simulate(period).held
+        found = [
+            UsedInTurns(x.name, who, seconds / period / x.units)
+            for x, who, seconds in zip(net.resources, users, held, strict=True)
+            if len(who) > 1 and seconds
+        ]
+        return sorted(found, key=lambda turn: -turn.seconds)
+
+    @cached_property
+    def seconds_outside_python(self) -> float | None:
+        """Seconds of a round if no host function whose `seconds=` is one number is ever in Python; None if there is no
+        such function in a thread."""
+        free = {
+            n: (n.work.seconds, 0.0)
+            for n in self.nodes
+            if n.work.where == "thread" and n.work.seconds and not isinstance(n.work.seconds, PartlyHeld)
+        }
+        return self.average(free) if free else None
 
     def __repr__(self) -> str:
         return (

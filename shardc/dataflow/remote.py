@@ -25,13 +25,13 @@ from shardc.arrays.pieces import pack_array, unpack_array
 from shardc.arrays.remote import RemoteArray, is_remote, is_small
 from shardc.dataflow.beginning import LateValue, LateValues
 from shardc.dataflow.moves import LeafMove, stay, to_place
-from shardc.dataflow.network import Edge, FlowNetwork
+from shardc.dataflow.network import Edge
 from shardc.dataflow.plan import PlannedFlow
 from shardc.dataflow.round import Fixed, FlowNode
 from shardc.dataflow.shared import Shared
 from shardc.dataflow.value import RoundValue
 from shardc.dataflow.work import HOST
-from shardc.errors import ClusterError, FlowError, RoundFailedError, all_offenders
+from shardc.errors import ClusterError, RoundFailedError
 from shardc.execute.process_group import (
     ProcessGroup,
     environment,
@@ -43,7 +43,7 @@ from shardc.execute.process_group import (
 )
 from shardc.execute.remote_stages import close_network, open_network
 from shardc.execute.remote_values import bring
-from shardc.machine.devices import me, processes_of
+from shardc.machine.devices import me
 from shardc.passes.trace.trace import is_array
 from shardc.runtime.calls import processes_text, refuse_unlike
 from shardc.runtime.cluster import Cluster, current
@@ -168,43 +168,6 @@ def values_of_nodes(plan: PlannedFlow, shared: Sequence[Shared]) -> dict[str, An
 
 
 # --- the actors and their messages ------------------------------------------------------------------------------------
-
-
-def process_of_rows(built: FlowNetwork) -> list[int]:
-    """The process of each actor.
-
-    Raises:
-      FlowError: the meshes of an actor lie in several processes.
-    """
-    found: dict[int, int] = {}
-    wrong: list[str] = []
-    for a, row in enumerate(built.rows):
-        devices = [d for n in row for m in n.work.meshes if isinstance(m, Mesh) for d in m.devices.flat]
-        processes = processes_of(devices)
-        if len(processes) > 1:
-            names = ", ".join(n.name for n in row)
-            wrong.append(f"{names}: its devices are in processes {', '.join(map(str, processes))}.")
-        if processes:
-            found[a] = processes[0]
-    if wrong:
-        raise FlowError(all_offenders(f"{built.round.where}: each mesh of a flow lies in one process:", wrong))
-    for a, row in enumerate(built.rows):
-        said = next((p for n in row if (p := n.work.process) is not None), None)
-        if said is not None:
-            found[a] = said
-    found.setdefault(built.actor[built.round.nodes[0]], 0)
-    for node in reversed(built.round.nodes):  # its readers stand behind it
-        a = built.actor[node]
-        if a not in found:
-            near = [e.taker for e in built.edges if e.giver is node] + [e.giver for e in built.edges if e.taker is node]
-            found[a] = next((found[built.actor[n]] for n in near if built.actor[n] in found), 0)
-    return [found[a] for a in range(len(built.rows))]
-
-
-def nodes_here(built: FlowNetwork) -> frozenset[FlowNode]:
-    """The nodes that run in this process."""
-    processes = process_of_rows(built)
-    return frozenset(n for n in built.round.nodes if processes[built.actor[n]] == me())
 
 
 class RemoteFlow:

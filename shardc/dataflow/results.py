@@ -11,11 +11,12 @@ from typing import Any
 import jax
 
 from shardc.dataflow.beginning import LateValue, LateValues, entering, known
-from shardc.dataflow.chart import FlowChart, measured_flow_chart, seconds_by_node
+from shardc.dataflow.chart import FlowChart, measured_flow_chart
 from shardc.dataflow.page import flow_page
 from shardc.dataflow.plan import PlannedFlow
 from shardc.dataflow.remote import RemoteFlow
 from shardc.dataflow.round import FlowNode, Origin
+from shardc.dataflow.timing.measured import mean_seconds, seconds_by_node
 from shardc.dataflow.value import RoundValue
 from shardc.errors import FlowError
 from shardc.report.drawn import Drawn
@@ -30,29 +31,37 @@ class Rounds(list[Any], Drawn):
       pending: what late values of the last rounds are, besides the state: a list of arrays for each, the oldest first,
         for `run(..., pending=)` to go on from. Empty if nothing is late.
       spans: the times of all nodes, if the run recorded them.
+      python: of host functions in threads, the seconds of each recorded run in which their thread computed.
     """
 
     def __init__(
-        self, given: Iterable[Any], pending: Any, plan: PlannedFlow | None = None, spans: Sequence[Span] = ()
-    ) -> None:
+        self, given: Iterable[Any], pending: Any, plan: PlannedFlow | None = None, spans: Sequence[Span] = (),
+        python: Mapping[str, Sequence[float]] | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(given)
         self.pending = pending
         self.spans = list(spans)
+        self.python = dict(python or {})
         self._plan = plan
 
     @property
     def seconds(self) -> dict[str, float]:
-        """The mean seconds of each node, of a run that recorded them."""
-        if self._plan is None:
+        """The mean seconds of each node, of a run that recorded them, without those in which it waited for a turn: for
+        devices, or for Python's interpreter. `plan.simulate(seconds=)` takes them; those of a host function in a thread
+        say besides how long it was in Python (`.held`)."""
+        if self._plan is None or not self.spans:
             return {}
         nodes = self._plan.nodes
-        return {nodes[n].name: sum(times) / len(times) for n, times in seconds_by_node(self.spans).items()}
+        return {nodes[n].name: mean_seconds(times) for n, times in self._by_node(self._plan).items()}
+
+    def _by_node(self, plan: PlannedFlow) -> dict[int, list[float]]:
+        return seconds_by_node(plan.network, plan.nodes, self.spans, self.python)
 
     @property
     def chart(self) -> FlowChart:
         if self._plan is None or not self.spans:
             raise FlowError("Nothing to show: no round was recorded; run(..., record=True) records them.")
-        return measured_flow_chart(self._plan, self.spans, len(self))
+        return measured_flow_chart(self._plan, self.spans, len(self), self._by_node(self._plan))
 
     def report(self, path: str | PathLike[str]) -> None:
         """Writes the page of the flow's plan, with the recorded rounds below the planned ones.
@@ -74,6 +83,7 @@ class RunResults:
       fired: how often each step has run.
       turns: a context in which calls take the turns of the gang's client that runs the flow.
       record: whether each node is waited for, so that its times are those of its devices.
+      python: of host functions in threads, the seconds of each run in which their thread computed.
     """
 
     def __init__(
@@ -82,6 +92,7 @@ class RunResults:
     ) -> None:  # fmt: skip
         self._plan, self._built, self._here, self._late, self._past = plan, plan.built, here, late, past
         self.record = False
+        self.python: dict[str, list[float]] = {n.name: [] for n in here if n.work.where == "thread"}
         self.turns: Callable[[], AbstractContextManager[object]] = nullcontext
         self.fired = dict.fromkeys((s.label for row in plan.network.actors for s in row), 0)
         self.given: dict[FlowNode, list[Any]] = {}

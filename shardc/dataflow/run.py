@@ -5,20 +5,19 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from time import thread_time
 from typing import Any, Final, TypeAlias
 
 import jax
 
 from shardc.dataflow.beginning import Beginning
 from shardc.dataflow.moves import copied, mover, on_host, stay
-from shardc.dataflow.network import Edge, NodeStep, devices_of
+from shardc.dataflow.network import Edge, NodeStep
 from shardc.dataflow.plan import PlannedFlow
 from shardc.dataflow.remote import (
     RemoteFlow,
     RunFacts,
     agree_on_run,
-    nodes_here,
-    process_of_rows,
     sender,
     values_of_nodes,
     values_of_state,
@@ -26,7 +25,9 @@ from shardc.dataflow.remote import (
 from shardc.dataflow.results import Rounds, RunResults
 from shardc.dataflow.round import FlowNode
 from shardc.dataflow.shared import Shared, pots_of, read_only_what_is_used, shared_works
+from shardc.dataflow.timing.resources import devices_of
 from shardc.dataflow.value import RoundValue
+from shardc.dataflow.work import HostWork
 from shardc.errors import FlowError, PeerLostError, PipelineError, PipelineTaskError, RoundFailedError
 from shardc.execute.pipeline_executable import IN_FLIGHT
 from shardc.execute.process_group import group_of_run
@@ -63,8 +64,8 @@ class FlowRun:
         self._now = _Now()
         self._executor: Executor | None = None
         self._lock = threading.Lock()
-        self._processes = process_of_rows(plan.built)
-        self._here = nodes_here(plan.built)
+        self._processes = plan.built.processes
+        self._here = frozenset(n for n in plan.nodes if self._processes[plan.built.actor[n]] == me())
         self._is_of_several = set(self._processes) != {me()}
         self._remote: RemoteFlow | None = None
         self._steps = {s.label: s for row in plan.network.actors for s in row}
@@ -147,6 +148,7 @@ class FlowRun:
         may_end = node in self._built.ends
         start = work.run if work.actor is not None else _locked(self._locks(node), work.run)
         period, at, now = self.plan.network.period, step.round, self._now
+        in_python = type(work) is HostWork and work.where == "thread"
 
         def run(values: list[Any]) -> list[Any]:  # it holds no FlowRun: dropping that one ends the threads
             current = now.run
@@ -159,6 +161,7 @@ class FlowRun:
             round = current.fired[step.label] * period + at
             with under(known), current.turns():
                 try:
+                    begin = thread_time()
                     made = start(given if on_mesh else on_host(given), round)
                 except StopIteration:
                     if may_end:
@@ -169,6 +172,8 @@ class FlowRun:
                         "Let this one return a value in each round."
                     ) from None
                 if current.record:
+                    if in_python:
+                        current.python[node.name].append(thread_time() - begin)
                     _wait(list(made))
                 del given
                 current.fired[step.label] += 1
@@ -260,7 +265,8 @@ class FlowRun:
         if remote is not None:
             left = remote.known_late(late, left)
         executor.left = {}
-        given = Rounds(current.given_in(complete), late.named(left), self.plan, self._of_all(spans) if record else ())
+        times = self._of_all(spans) if record else ()
+        given = Rounds(current.given_in(complete), late.named(left), self.plan, times, current.python)
         given.writes = remote is None or not remote.cluster.me
         if remote is None:
             return current.state(complete - 1), given

@@ -342,6 +342,8 @@ class _Change(_OnState):
         self.pot: Pot | None = None
         self.member = 0
         super().__init__(shared, function, leaves, tree)
+        if quorum is not None:  # one program applies those of so many calls
+            self.seconds /= quorum[1]
         name = getattr(function, "__name__", "change")
         if self.out_tree != shared.tree or [(a.shape, a.dtype) for a in self.results] != [
             (a.shape, a.dtype) for a in shared.avals
@@ -459,6 +461,7 @@ class _Read(_Reader):
     changes = False
     takes: Sequence[LeafPlace] = ()
     process: int | None = None
+    where: str | None = None
 
     def __init__(self, shared: Shared, own: FlowNode | None, behind: int, stale: int | None) -> None:
         super().__init__(own, behind, stale)

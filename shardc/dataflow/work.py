@@ -16,6 +16,7 @@ from shardc.errors import FlowError, all_offenders
 from shardc.ir.walk import itemsize_of, local_shape
 from shardc.machine.mesh import AnyMesh, view
 from shardc.passes.trace.trace import Arguments, is_array, path_text
+from shardc.pipeline.schedule.turns import PartlyHeld
 from shardc.sbp.layout import is_plain, physical_spec
 from shardc.sbp.placement import Placement
 from shardc.sbp.signature import is_extended
@@ -68,6 +69,7 @@ class Work(Protocol):
       waits: nodes that it waits for, and the rounds by which they may be behind.
       changes: whether it changes something that outlives the run.
       process: the process of the run that runs it; None: that of its devices, or of what reads its results.
+      where: what runs a host function of the user: "thread", "process", "ray"; None: it is none.
       apart: the rounds by which it lets actors be apart that no value joins; None: any.
     """
 
@@ -95,6 +97,8 @@ class Work(Protocol):
     def process(self) -> int | None: ...
     @property
     def apart(self) -> int | None: ...
+    @property
+    def where(self) -> str | None: ...
 
     def run(self, given: list[Any], round: int) -> Sequence[Any]:
         """The result leaves."""
@@ -148,6 +152,7 @@ class FunctionWork:
     changes = False
     process: int | None = None
     apart: int | None = 0
+    where: str | None = None
 
     def __init__(self, function: Callee, leaves: Sequence[Any], tree: Any) -> None:
         self._function, self._tree, self.meshes = function, tree, function.meshes
@@ -226,7 +231,7 @@ class HostWork:
       call: the function.
       tree: the structure of its arguments.
       gives: pytree of the shapes and dtypes of its result.
-      name, where: for errors.
+      name: for errors.
     """
 
     meshes: tuple[AnyMesh, ...] = ()
@@ -239,14 +244,14 @@ class HostWork:
 
     def __init__(  # noqa: PLR0913  # what a call of a host function is
         self, call: Callable[..., Any], tree: Any, leaves: int, gives: Any, name: str, *,
-        credits: int | None = None, seconds: float | None = None, process: int | None = None,
+        credits: int | None = None, seconds: float | None = None, process: int | None = None, where: str | None = None,
     ) -> None:  # fmt: skip
         self._call, self._tree, self.name, self._is_mute = call, tree, name, gives is None
         pairs, self.out_tree = jax.tree_util.tree_flatten_with_path(gives)
         self.results = [x for _, x in pairs]
         self._paths = [path_text(path) for path, _ in pairs]
         self.takes, self.gives = [HOST] * leaves, [HOST] * len(pairs)
-        self.credits, self.seconds, self.process = credits, seconds, process
+        self.credits, self.seconds, self.process, self.where = credits, seconds, process, where
 
     def begin(self) -> None:
         """Nothing to ready."""
@@ -289,6 +294,11 @@ def _kept(x: Any, dtype: Any) -> Any:
     if not isinstance(x, jax.Array):
         return frozen(x, dtype)
     return x if x.dtype == dtype else x.astype(dtype)
+
+
+def seconds_of_call(seconds: float | tuple[float, float]) -> float:
+    """The seconds of a call; of a pair, of these those in Python, the call holds Python's interpreter for those."""
+    return PartlyHeld(*seconds) if isinstance(seconds, tuple) else seconds
 
 
 def is_like(x: Any, want: Any) -> bool:

@@ -30,6 +30,19 @@ periods follow them in order."""
 
 
 @dataclass(frozen=True, slots=True)
+class Resource:
+    """What steps, or messages on their way, hold while they run, so that others wait: devices, a link, an interpreter.
+
+    Attributes:
+      name: for people.
+      units: how many may hold it at once.
+    """
+
+    name: str
+    units: int = 1
+
+
+@dataclass(frozen=True, slots=True)
 class Channel:
     """A bounded queue of registers between two actors.
 
@@ -40,6 +53,8 @@ class Channel:
       bytes: size of one message.
       delay: the rounds by which messages are late: a step of round r takes what was given in round r - delay. What is
         taken in the first rounds is in the channel when a run begins, and occupies registers.
+      uses: the numbers of the resources that a message holds on its way; none: those from one actor to another have a
+        link of their own.
     """
 
     name: str
@@ -48,6 +63,7 @@ class Channel:
     registers: int | None = None
     bytes: int = 0
     delay: int = 0
+    uses: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +74,14 @@ class Step:
       label: an Action (`2F0`) or any text (`U0`).
       takes, gives: messages. A consumer may take them in another order than they were made.
       round: its round within the period.
+      uses: the numbers of the resources that it holds while it runs.
     """
 
     label: Hashable
     takes: tuple[Message, ...] = ()
     gives: tuple[Message, ...] = ()
     round: int = 0
+    uses: tuple[int, ...] = ()
 
 
 class Late(NamedTuple):
@@ -104,6 +122,7 @@ class Network:
       period: its rounds. The steps of an actor are in the order of their rounds.
       names: of the actors, for people; empty: they are numbered.
       kind: what the network is, for people.
+      resources: what its steps and messages use by turns.
     """
 
     actors: tuple[tuple[Step, ...], ...]
@@ -111,6 +130,7 @@ class Network:
     period: int = 1
     names: tuple[str, ...] = ()
     kind: str = "pipeline"
+    resources: tuple[Resource, ...] = ()
 
     def name(self, actor: int, what: str = "actor") -> str:
         """An actor for people: its name, or `what` it is with its number."""
@@ -339,6 +359,10 @@ class Actor(Generic[T]):
     def free_registers(self) -> list[T]:
         """What the free registers of this actor's bounded channels carry."""
         return [value for free in self._free.values() if free is not None for value in free]
+
+    def held_registers(self) -> list[T]:
+        """What the registers carry that are reserved for the next step."""
+        return list(self._held)
 
     def credit(self, channel: int, value: T) -> None:
         """Record that a register of a bounded channel that this actor gives to is free again."""

@@ -135,7 +135,7 @@ def flow_of(draw):
 class StubWork:
     """A node that is never run."""
 
-    peak, actor, waits, changes, apart, seconds = 0, None, (), False, 0, 0.0
+    peak, actor, waits, changes, apart, seconds, process, where = 0, None, (), False, 0, 0.0, None, None
 
     def __init__(self, place, donated=(), credits=None, results=2):
         self.meshes = () if place is None else (mesh(*place),)

@@ -75,7 +75,7 @@ def test_rounds_that_did_not_complete_are_left_out(train, ran):
     more = [*ran.spans, Span(1, ran.spans[0].label, ran.spans[-1].end, ran.spans[-1].end + 1, 6)]
     chart = train.plan(jnp.zeros(4), 0)
     assert len(chart.nodes) == 6
-    ahead = type(ran)(ran, ran.pending, chart, more)
+    ahead = type(ran)(ran, ran.pending, chart, more, ran.python)
     assert ahead.timeline() == ran.timeline()
 
 

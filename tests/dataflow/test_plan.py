@@ -61,7 +61,7 @@ def plan():
 def test_nodes_actors_and_names(plan):
     assert [str(n) for n in plan.nodes] == ["inputs", "read", "grad", "read[1]", "grad[1]", "apply", "look"]
     assert list(plan.network.names) == ["inputs", "read", "grad, grad[1]", "read[1]", "apply", "look"]
-    assert repr(plan) == "FlowPlan(train: 7 nodes, 6 actors, 6720 bytes a round, at least 0.001 s)"
+    assert repr(plan) == "FlowPlan(train: 7 nodes, 6 actors, 6720 bytes a round, at least 0.002 s)"
 
 
 def test_a_plan_is_kept(plan):
@@ -120,12 +120,16 @@ def test_memory_that_does_not_fit():
 
 
 def test_seconds(plan):
-    """Two readers at a millisecond each run beside each other."""
-    assert plan.seconds == pytest.approx(1e-3, rel=1e-3)
+    """Two readers at a millisecond each share an interpreter, unless they are not in Python."""
+    assert plan.seconds == pytest.approx(2e-3, rel=1e-3)
+    assert plan.seconds_of(4000, seconds={"read": (1e-3, 0.0)}) == pytest.approx(4, rel=1e-2)
+    assert plan.seconds_of(4000, seconds={"read": (1e-3, 0.25e-3)}) == pytest.approx(4, rel=1e-2)
+    assert plan.seconds_of(4000, seconds={"read": (1e-3, 0.75e-3)}) == pytest.approx(6, rel=1e-2)
+    assert plan.seconds_outside_python == pytest.approx(1e-3, rel=1e-3)
     slow = {"grad": 5e-3, "grad[1]": 2e-3, "look": 1.0}
-    assert plan.seconds_of(4000, seconds=slow) == pytest.approx(1000, rel=1e-2)  # of the evaluations
+    assert plan.seconds_of(4000, seconds=slow) == pytest.approx(1000, rel=2e-2)  # of the evaluations
     assert plan.seconds_of(4000, seconds=slow | {"look": 0}) == pytest.approx(28, rel=1e-2)
-    assert plan.seconds_of(10**5) == pytest.approx(100, rel=1e-2)
+    assert plan.seconds_of(10**5) == pytest.approx(200, rel=1e-2)
 
 
 def test_simulated_rounds_with_samples(plan):

@@ -723,7 +723,7 @@ def test_simulated_rounds_are_as_far_apart(stale):
     workers, server = meshes()
     held = shardc.shared(clocks(), on=server)
     works = [shardc.function(lambda n: n * 1.0, mesh=m) for m in workers]
-    waits = [shardc.host(lambda k: k, gives=FLOAT, seconds=s) for s in (0.004, 0.04, 0.004)]
+    waits = [shardc.host(lambda k: k, gives=FLOAT, seconds=(s, 0.0)) for s in (0.004, 0.04, 0.004)]
 
     @shardc.flow
     def flow(seen, k):

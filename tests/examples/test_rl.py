@@ -46,5 +46,5 @@ def test_lengths_of_games_have_a_long_tail(ran):
     plan = ran[0]
     rng = np.random.default_rng(0)
     synchronous = sum(max(rl.seconds_of_a_game(rng) for _ in range(16)) for _ in range(200))
-    late = plan.simulate(200, seconds={"play": lambda: rl.seconds_of_a_game(rng), "learn": 0.0}).makespan
+    late = plan.simulate(200, seconds={"play": lambda: (rl.seconds_of_a_game(rng), 0.0), "learn": 0.0}).makespan
     assert 1.2 * late < synchronous
