@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import itertools
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -21,6 +20,7 @@ from shardc.calls.leaves import abstract, on_one_device
 from shardc.calls.options import UNSAID, Options, Unsaid, checked_placements, decorated, meshes_of
 from shardc.calls.outer_trace import run_in_outer_trace
 from shardc.calls.pins import argument_pins, result_pins
+from shardc.calls.types import ArgumentTypes, argument_types, explicit_mesh
 from shardc.calls.watch import notify_called, notify_made
 from shardc.compiled import Compiled, run
 from shardc.dataflow.round import traced_round
@@ -126,6 +126,7 @@ class Function:
                 f"{arguments.where}: mesh={mesh!r} is no mesh; write mesh=shardc.make_mesh(data=4, model=2)."
             )
         self._options, self.mesh = options, auto_mesh(mesh)
+        self._as_given = mesh  # with the axis types that arguments are traced with
         pipeline = options.pipeline
         self._ranks = None if pipeline is None else meshes_of(pipeline, self.mesh, arguments.where)
         self._view = view(mesh)
@@ -267,7 +268,9 @@ class Function:
         if into.offenders:
             raise PlacementError(self._says(into.offenders))
         abstracted = replace(call, leaves=tuple(map(abstract, call.leaves)))
-        program = trace(self._arguments, abstracted, replicate=(EVERY,), backend=self._view.topology.backend)
+        types = self._types(call, [None for x in call.leaves if is_array(x)])
+        backend = self._view.topology.backend
+        program = trace(self._arguments, abstracted, replicate=(EVERY,), backend=backend, types=types)
         out = result_pins(program, self._options.out_placements, self._view)
         offenders = [*out.offenders, *wrong_constraints(program, self._view)]
         if offenders:
@@ -312,14 +315,15 @@ class Function:
 
     def plan_of(self, call: Call) -> AnyPlan:
         """The plan of a call; the known one if its arguments have the types and places of an earlier one's."""
-        key = self._key(call)
         arrived = arrivals(call, self.mesh, self._ranks, self._moved_from, self._arguments.where, self._view)
+        types = self._types(call, arrived)
+        key = (self._key(call), types)
         for arguments, plan in self._plans.get(key, ()):
             known = zip(arrived, arguments, plan.inputs, strict=False)
             if all(now == a.arrival or (a.arrival is None and now == planned) for now, a, planned in known):
                 return plan
         with gc_pause.paused(), line_if_long(f"planning {self._arguments.where}"):
-            program = self._program(call, arrived)
+            program = self._program(call, arrived, types)
             with without_mesh():
                 arguments, plan = self._plan_anew(call, program, arrived)
             if self._forbidden:
@@ -383,28 +387,36 @@ class Function:
             raise PlacementError(f"{self._says([all_offenders(what, lines)])}\nLet it: {mend} may be sent.")
         return Plan.of(found)
 
-    def _program(self, call: Call, arrived: Sequence[Placement | None] = ()) -> Program:
+    def _program(self, call: Call, arrived: Sequence[Placement | None], types: ArgumentTypes) -> Program:
         """The program of a call, with its stage boundaries if this is a pipeline; its associative scans are in chunks
         where pins, or arguments as they arrive, split them."""
         if self._options.saved is not None:
-            return self._traced(call, tuple(self._options.saved.scans))
-        program = self._traced(call)
+            return self._traced(call, types, tuple(self._options.saved.scans))
+        program = self._traced(call, types)
         if not (scans := scans_of(program)):
             return program
         into = argument_pins(call, self._arguments, self._in_placements, self._view)
         pins = [into.pins[i] for i, x in enumerate(call.leaves) if is_array(x)]
         at = [None if place is None else Pin(place) for place in arrived]
-        pins = [pin or place for pin, place in itertools.zip_longest(pins, at)]
+        pins = [pin or place for pin, place in zip(pins, at, strict=True)]
         chunks = split_scans(scans, program, pins, self._view)
-        return self._traced(call, chunks) if chunks else program
+        return self._traced(call, types, chunks) if chunks else program
 
-    def _traced(self, call: Call, scans: Chunks = ()) -> Program:
+    def _traced(self, call: Call, types: ArgumentTypes, scans: Chunks = ()) -> Program:
         marks = self._ranks is not None
-        key = (self._key(call), marks, scans)
+        key = (self._key(call), marks, scans, types)
         if key not in self._programs:
-            program = trace(self._arguments, call, marks, self._options.replicate, scans, self._view.topology.backend)
+            machine = self._view.topology.backend
+            program = trace(self._arguments, call, marks, self._options.replicate, scans, machine, types)
             self._programs[key] = program.after("sink_constants", sink_constants(program.jaxpr))
         return self._programs[key]
+
+    def _types(self, call: Call, arrived: Sequence[Placement | None]) -> ArgumentTypes:
+        """The shardings in the types of the arguments; empty unless a mesh has Explicit axes."""
+        if (mesh := explicit_mesh(call, self._as_given)) is None:
+            return ()
+        into = argument_pins(call, self._arguments, self._in_placements, self._view)
+        return argument_types(call, into.pins, arrived, mesh)
 
     def _pins(self, call: Call, program: Program) -> tuple[Pins, Pins]:
         """The pins of a call's arguments, and of its results."""
@@ -488,7 +500,8 @@ class Function:
         results."""
         call = self._arguments.bind(args, {})
         with line_if_long(f"tracing {self._arguments.where}"):
-            program = self._program(call)
+            nowhere = [None for x in call.leaves if is_array(x)]
+            program = self._program(call, nowhere, self._types(call, nowhere))
         into, out = self._pins(call, program)
         return program, [*into.pins, *out.pins]
 

@@ -488,6 +488,11 @@ def shaped_array(shape: tuple[int, ...], dtype: Any, weak_type: bool = False) ->
     return _core.ShapedArray(shape, dtype, weak_type=weak_type)
 
 
+def with_sharding(aval: Any, sharding: Any) -> Any:
+    """An aval with a sharding over an abstract mesh in its type."""
+    return aval.update(sharding=sharding)
+
+
 def without_sharding(aval: Any) -> Any:
     """A ShapedArray without shardings and without the axes along which it differs; other avals as they are."""
     if type(aval) is not _core.ShapedArray:

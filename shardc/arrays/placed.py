@@ -365,6 +365,25 @@ def _weakly(sharding: NamedSharding) -> Any:
     return jax.jit(lambda x: compat.as_aval(x, compat.shaped_array(x.shape, x.dtype, True)), out_shardings=sharding)
 
 
+def as_placed(x: Any) -> Any:
+    """An array with unreduced axes as a PlacedArray, whose physical array are its pieces side by side: no value moves.
+    Anything else as it is."""
+    sharding = getattr(x, "sharding", None)
+    if not isinstance(sharding, NamedSharding) or not isinstance(x, jax.Array) or not sharding.spec.unreduced:
+        return x
+    placement, mesh = Placement.from_sharding(sharding).resolve(x.ndim), cast(Mesh, sharding.mesh)
+    return PlacedArray(_stacker(sharding, physical_spec(placement))(x), tuple(x.shape), placement, mesh)
+
+
+@lru_cache(maxsize=256)
+def _stacker(sharding: NamedSharding, spec: PartitionSpec) -> Any:
+    """A program that makes the pieces of an unreduced array those of a plain one with one more dimension."""
+    pieces = jax.shard_map(
+        lambda x: x[None], mesh=sharding.mesh, in_specs=sharding.spec, out_specs=spec, check_vma=False
+    )
+    return jax.jit(pieces)
+
+
 def lies_here(x: Any) -> bool | None:
     """Whether all pieces of an array are on devices of this process; None for what is no jax.Array."""
     return x.is_fully_addressable if isinstance(x, jax.Array) else None

@@ -263,7 +263,7 @@ class Placement(Mapping[str, SBP]):
 
     @classmethod
     def from_spec(cls, spec: PartitionSpec) -> Placement:
-        """The placement of a `PartitionSpec`, with its `unreduced` axes as P(sum)."""
+        """The placement of a `PartitionSpec`, with its `unreduced` axes as partial ones."""
         pairs: list[tuple[str, SBP]] = []
         for dim, entry in enumerate(spec.partitions):
             names = () if entry is None else (entry,) if isinstance(entry, str) else entry
@@ -273,7 +273,8 @@ class Placement(Mapping[str, SBP]):
                     "None there."
                 )
             pairs += [(name, S(dim)) for name in names]
-        pairs += [(name, P()) for name in sorted(spec.unreduced)]
+        kind = getattr(spec, "unreduced_kind", None)  # JAX 0.10 has sums only
+        pairs += [(name, P("sum" if kind is None else kind.name)) for name in sorted(spec.unreduced)]
         return cls(pairs)
 
     def to_sharding(self, mesh: object) -> NamedSharding:

@@ -100,6 +100,8 @@ class _Inliner:
             eqn = eqn.replace(params={"pin": eqn.params["pin"]})
             if eqn.params["pin"].fixed == frozenset():
                 return invars[:1]
+        if name in _OF_SHARDINGS and says_nothing(eqn.params[_OF_SHARDINGS[name]]):
+            return invars[:1]
         if name in IDENTITIES or (eqn.primitive in MARKS and not self.marks) or (name == CAST and self.untyped):
             return invars[:1]
         call = _inlined(eqn, invars)
@@ -136,7 +138,7 @@ class _Inliner:
         """`device_put x --> x`, or `sharding_constraint x` if it names a sharding; other targets stay."""
         found: list[Atom] = []
         for x, old, device, *rest in zip(invars, eqn.outvars, *(eqn.params[k] for k in _OF_PUTS), strict=True):
-            if device is None:
+            if device is None or says_nothing(device):
                 found.append(x)
                 continue
             params: dict[str, Any] = {k: (v,) for k, v in zip(_OF_PUTS, (device, *rest), strict=True)}
@@ -144,7 +146,7 @@ class _Inliner:
             if isinstance(device, NamedSharding) and old.aval.memory_space == x.aval.memory_space:
                 primitive = sharding_constraint_p
                 params = _constraint(device)
-            found.append(compat.fresh_var(old.aval))
+            found.append(self.fresh(old.aval))
             self.eqns.append(compat.new_eqn([x], [found[-1]], primitive, params, eqn))
         return found
 
@@ -180,6 +182,12 @@ def _without_shardings(eqn: Eqn) -> dict[str, Any]:
 
 
 _OF_PUTS: Final = ("devices", "srcs", "copy_semantics")
+_OF_SHARDINGS: Final = {"reshard": "dst_sharding", "sharding_constraint": "sharding"}
+
+
+def says_nothing(sharding: Any) -> bool:
+    """Whether a sharding is over no mesh, as that of a type without one."""
+    return isinstance(sharding, NamedSharding) and sharding.mesh.empty
 
 
 _OVER_DIMENSIONS: Final = {"psum": lax.reduce_sum, "pmax": lax.reduce_max, "pmin": lax.reduce_min}
@@ -213,7 +221,12 @@ def _slices_of(eqn: Eqn, x: Atom) -> list[Eqn]:
         begin += size
         params = {"start_indices": tuple(starts), "limit_indices": tuple(limits), "strides": None}
         found.append(
-            eqn.replace(primitive=lax.slice_p, invars=[x], outvars=[compat.fresh_var(out.aval)], params=params)
+            eqn.replace(
+                primitive=lax.slice_p,
+                invars=[x],
+                outvars=[compat.fresh_var(compat.without_sharding(out.aval))],
+                params=params,
+            )
         )
     return found
 
@@ -284,7 +297,7 @@ def canonicalize(
     without a rule get signatures (`find_signatures`), except primitives in `replicate`. Lookups by row numbers are
     batched (`batch_lookups`), transposes folded into products (`fold_transposes`).
     """
-    invars = [compat.fresh_var(v.aval) for v in closed.jaxpr.invars]
+    invars = [compat.fresh_var(compat.without_sharding(v.aval)) for v in closed.jaxpr.invars]
     captured: list[Any] = []
     consts: list[Atom] = []
     extra: list[Var] = []

@@ -13,9 +13,10 @@ from typing import Any, Final
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
 
 from shardc import compat
-from shardc.arrays.placed import as_jax, leaf_aval
+from shardc.arrays.placed import as_jax, as_placed, leaf_aval
 from shardc.errors import ArgumentError, TracingError, all_offenders, did_you_mean
 from shardc.ir.boundary import END, stage_boundary_p
 from shardc.ir.nested import NESTED
@@ -224,7 +225,7 @@ class Arguments:
         flat, tree = leaves_by_path(dynamic), jax.tree.structure(dynamic)
         names = tuple(_entry(path[0]) for path, _ in flat)
         inner = tuple(path_text(path[1:]) for path, _ in flat)
-        return Call(names, inner, tuple(x for _, x in flat), tree, static), given
+        return Call(names, inner, tuple(as_placed(x) for _, x in flat), tree, static), given
 
     def call(self, values: Mapping[str, Any]) -> Any:
         """Calls the function with values by name."""
@@ -313,13 +314,26 @@ def _names_for_jax(call: Call) -> list[str]:
     return [_entry(path[0]) + jax.tree_util.keystr(path[1:]) for path, _ in pairs]
 
 
-def _with_mesh_in_context(make: Callable[..., Any], avals: Sequence[Any]) -> Any:
-    """Traces with automatic axes of the mesh that the user has set. If the function needs the axes as they are, because
-    it names shardings of results or closes over arrays whose types have shardings, they stay."""
-    if explicit_axes():
-        with suppress(ValueError), automatic():
-            return make(*avals)
-    return make(*avals)
+def _traced(make: Callable[..., Any], avals: Sequence[Any], types: Sequence[NamedSharding | None]) -> Any:
+    """The jaxpr of a function: traced as `jax.jit` traces it, where arguments have shardings in their types, else with
+    automatic axes of the mesh in context.
+
+    Each way is tried where the other fails: JAX refuses programs whose shardings contradict each other, which a plan
+    places all the same; and a function that closes over arrays whose types have shardings needs the axes as they are.
+    The error is that of the first way.
+    """
+    if not types and not explicit_axes():
+        return make(*avals)
+    typed = [compat.with_sharding(a, t) if t else a for a, t in zip(avals, types or [None] * len(avals), strict=True)]
+    ways = [(nullcontext, typed), (automatic, avals)]
+    (first, values), (other, others) = ways if types else ways[::-1]
+    try:
+        with first():
+            return make(*values)
+    except Exception as error:
+        with suppress(Exception), other():
+            return make(*others)
+        raise error
 
 
 def _boundary_in(jaxpr: compat.Jaxpr) -> str:
@@ -364,6 +378,7 @@ def trace(
     replicate: Collection[str] = (),
     scans: Chunks = (),
     backend: BackendKind = "cpu",
+    types: Sequence[NamedSharding | None] = (),
 ) -> Program:
     """The canonical program of a function at the avals of a call; with the marks of pipelines if `marks`.
 
@@ -371,6 +386,7 @@ def trace(
       replicate: primitives without a rule that get no signatures (`canonicalize`).
       scans: kinds of associative scans that are traced in chunks (`chunk_scans`).
       backend: the compiler that it is planned for. JAX traces cuDNN's attention for GPUs alone.
+      types: for each array of the call the sharding in its type, None if it has none; empty: no mesh of theirs has Explicit axes.
     """
     dynamic = [i for i, x in enumerate(call.leaves) if is_array(x)]
     avals = [leaf_aval(call.leaves[i]) for i in dynamic]
@@ -402,7 +418,7 @@ def trace(
     on_gpu = compat.cudnn_traced() if backend == "gpu" else nullcontext()
     with compat.scans_made_by(ScanMaker(scans)), on_gpu:
         try:
-            closed = _with_mesh_in_context(jax.make_jaxpr(flat), avals)
+            closed = _traced(jax.make_jaxpr(flat), avals, types)
         except Exception as error:
             for note in _notes(error, call):
                 error.add_note(note)
