@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Never, NoReturn, TypeAlias
 
@@ -20,7 +21,7 @@ from shardc.calls.leaves import abstract, on_one_device
 from shardc.calls.options import UNSAID, Options, Unsaid, checked_placements, decorated, meshes_of
 from shardc.calls.outer_trace import run_in_outer_trace
 from shardc.calls.pins import argument_pins, result_pins
-from shardc.calls.types import ArgumentTypes, argument_types, explicit_mesh
+from shardc.calls.types import argument_types, explicit_mesh
 from shardc.calls.watch import notify_called, notify_made
 from shardc.compiled import Compiled, run
 from shardc.dataflow.round import traced_round
@@ -39,6 +40,8 @@ from shardc.execute.at_work import line_if_long
 from shardc.execute.call_cache import CallCache, has_tracers
 from shardc.execute.executable import Executable
 from shardc.ir.program import Program
+from shardc.ir.user_shard_map import explicit_mesh_of
+from shardc.ir.walk import all_eqns
 from shardc.machine.mesh import AnyMesh, as_it_is_set, auto_mesh, view, without_mesh
 from shardc.passes.recompute.sink_constants import sink_constants
 from shardc.passes.trace.canonicalize import EVERY
@@ -48,6 +51,7 @@ from shardc.passes.trace.pins import Pins, code_text, matcher, wrong_constraints
 from shardc.passes.trace.trace import Arguments, Call, is_array, settings, trace, where_of
 from shardc.pipeline.options import Pipeline, PipelineRequest
 from shardc.plan.data_parallel import DataParallel, sent_besides
+from shardc.plan.digest import is_same_program
 from shardc.plan.forbid import Forbid, forbid_text, read_forbid
 from shardc.plan.make import DoesNotFit, make_plan
 from shardc.plan.request import Argument, ArgumentsTree, Request
@@ -90,6 +94,20 @@ class BoundFunction:
         return self.__func__.compile(self.__self__, *args, **kwargs)
 
 
+@dataclass(frozen=True)
+class _Known:
+    """A plan, with the program and the arguments that it was made for."""
+
+    program: Program
+    arguments: tuple[Argument, ...]
+    plan: AnyPlan
+
+    def takes(self, arrived: Sequence[Placement | None]) -> bool:
+        """Whether arguments that live at `arrived` are those of the plan, or live where it takes them."""
+        each = zip(arrived, self.arguments, self.plan.inputs, strict=False)
+        return all(now == a.arrival or (a.arrival is None and now == planned) for now, a, planned in each)
+
+
 class Function:
     """A function of one device that runs on a mesh. Made by `shardc.function`.
 
@@ -105,9 +123,12 @@ class Function:
     sharding constraints, and no plan is claimed. Inside another shardc function, or a stage of a pipeline, its pins are
     pins by axis name, partial sums too; an axis that the mesh there does not have is an error.
 
-    **A mesh set with `jax.set_mesh`** is visible inside: PartitionSpecs and a `shard_map` without a mesh read it, and
-    its axes are automatic there. If it is the function's own mesh, results have its axis types. With explicit axes a
-    `reshard` inside is a pin; `out_sharding=` of single operations is not.
+    **A mesh set with `jax.set_mesh`** is visible inside: PartitionSpecs and a `shard_map` without a mesh read it. If it
+    is the function's own mesh, results have its axis types.
+
+    **Explicit axes.** If the mesh has them, pins, and where committed arrays live, are in the types of arguments while
+    the function is traced, as under `jax.jit`. A `reshard` inside is a pin; `out_sharding=` of single operations is
+    not. Programs whose types JAX refuses are traced with automatic axes.
 
     **Errors** in the function read as under `jax.jit`, without shardc's frames (`jax_traceback_filtering`). With
     `jax_debug_nans` a call that makes a NaN runs again on one device, and the error names the operation and its line;
@@ -151,7 +172,7 @@ class Function:
     def _begin(self) -> None:
         """Begins with nothing traced, planned or compiled."""
         self._programs: dict[Any, Program] = {}
-        self._plans: dict[Any, list[tuple[tuple[Argument, ...], AnyPlan]]] = {}
+        self._plans: dict[Any, list[_Known]] = {}
         self._executables: dict[Any, AnyExecutable] = {}
         self._cached_calls = CallCache(self._arguments)
         self._warned: set[str] = set()
@@ -189,7 +210,7 @@ class Function:
             return self._inside(call)
         call.refuse_shapes(self._arguments.where)
         executable = self._executable(self._plan(call))
-        self._cached_calls.add(tree, leaves, executable)
+        self._cached_calls.add(tree, leaves, executable, explicit_mesh(call, self._as_given) is not None)
         return run(executable, call)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
@@ -268,9 +289,9 @@ class Function:
         if into.offenders:
             raise PlacementError(self._says(into.offenders))
         abstracted = replace(call, leaves=tuple(map(abstract, call.leaves)))
-        types = self._types(call, [None for x in call.leaves if is_array(x)])
-        backend = self._view.topology.backend
-        program = trace(self._arguments, abstracted, replicate=(EVERY,), backend=backend, types=types)
+        typed = self._typed(call, [None for x in call.leaves if is_array(x)])
+        abstracted = replace(abstracted, types=typed.types)
+        program = trace(self._arguments, abstracted, replicate=(EVERY,), backend=self._view.topology.backend)
         out = result_pins(program, self._options.out_placements, self._view)
         offenders = [*out.offenders, *wrong_constraints(program, self._view)]
         if offenders:
@@ -316,21 +337,24 @@ class Function:
     def plan_of(self, call: Call) -> AnyPlan:
         """The plan of a call; the known one if its arguments have the types and places of an earlier one's."""
         arrived = arrivals(call, self.mesh, self._ranks, self._moved_from, self._arguments.where, self._view)
-        types = self._types(call, arrived)
-        key = (self._key(call), types)
-        for arguments, plan in self._plans.get(key, ()):
-            known = zip(arrived, arguments, plan.inputs, strict=False)
-            if all(now == a.arrival or (a.arrival is None and now == planned) for now, a, planned in known):
-                return plan
+        call = self._typed(call, arrived)
+        key = (self._key(call), call.types)
+        for known in self._plans.setdefault(key, []):
+            if known.takes(arrived):
+                return known.plan
         with gc_pause.paused(), line_if_long(f"planning {self._arguments.where}"):
-            program = self._program(call, arrived, types)
+            program = self._program(call, arrived)
+            for known in itertools.chain(*self._plans.values()):  # of other types, which nothing in it depends on
+                if known.program is program and known.takes(arrived):
+                    self._plans[key].append(known)
+                    return known.plan
             with without_mesh():
                 arguments, plan = self._plan_anew(call, program, arrived)
             if self._forbidden:
                 from shardc.report.refused.forbidden_moves import refuse_planned
 
                 refuse_planned(plan, self._forbidden, self._arguments.where)
-        self._plans.setdefault(key, []).append((arguments, plan))
+        self._plans[key].append(_Known(program, arguments, plan))
         return plan
 
     def _plan_anew(
@@ -387,36 +411,40 @@ class Function:
             raise PlacementError(f"{self._says([all_offenders(what, lines)])}\nLet it: {mend} may be sent.")
         return Plan.of(found)
 
-    def _program(self, call: Call, arrived: Sequence[Placement | None], types: ArgumentTypes) -> Program:
+    def _program(self, call: Call, arrived: Sequence[Placement | None]) -> Program:
         """The program of a call, with its stage boundaries if this is a pipeline; its associative scans are in chunks
         where pins, or arguments as they arrive, split them."""
         if self._options.saved is not None:
-            return self._traced(call, types, tuple(self._options.saved.scans))
-        program = self._traced(call, types)
+            return self._traced(call, tuple(self._options.saved.scans))
+        program = self._traced(call)
+        into = argument_pins(call, self._arguments, self._in_placements, self._view)
+        if not call.types and (mesh := explicit_mesh_of(all_eqns(program.jaxpr), self._view.axes)) is not None:
+            call = replace(call, types=argument_types(call, into.pins, arrived, mesh))
+            program = self._traced(call)
         if not (scans := scans_of(program)):
             return program
-        into = argument_pins(call, self._arguments, self._in_placements, self._view)
         pins = [into.pins[i] for i, x in enumerate(call.leaves) if is_array(x)]
         at = [None if place is None else Pin(place) for place in arrived]
         pins = [pin or place for pin, place in zip(pins, at, strict=True)]
         chunks = split_scans(scans, program, pins, self._view)
-        return self._traced(call, types, chunks) if chunks else program
+        return self._traced(call, chunks) if chunks else program
 
-    def _traced(self, call: Call, types: ArgumentTypes, scans: Chunks = ()) -> Program:
+    def _traced(self, call: Call, scans: Chunks = ()) -> Program:
         marks = self._ranks is not None
-        key = (self._key(call), marks, scans, types)
+        key = (self._key(call), marks, scans, call.types)
         if key not in self._programs:
-            machine = self._view.topology.backend
-            program = trace(self._arguments, call, marks, self._options.replicate, scans, machine, types)
-            self._programs[key] = program.after("sink_constants", sink_constants(program.jaxpr))
+            program = trace(self._arguments, call, marks, self._options.replicate, scans, self._view.topology.backend)
+            made = program.after("sink_constants", sink_constants(program.jaxpr))
+            alike = (p for k, p in self._programs.items() if k[:-1] == key[:-1] and is_same_program(p, made))
+            self._programs[key] = next(alike, made)
         return self._programs[key]
 
-    def _types(self, call: Call, arrived: Sequence[Placement | None]) -> ArgumentTypes:
-        """The shardings in the types of the arguments; empty unless a mesh has Explicit axes."""
+    def _typed(self, call: Call, arrived: Sequence[Placement | None]) -> Call:
+        """The call with shardings in the types of its arrays, if a mesh has Explicit axes."""
         if (mesh := explicit_mesh(call, self._as_given)) is None:
-            return ()
+            return call
         into = argument_pins(call, self._arguments, self._in_placements, self._view)
-        return argument_types(call, into.pins, arrived, mesh)
+        return replace(call, types=argument_types(call, into.pins, arrived, mesh))
 
     def _pins(self, call: Call, program: Program) -> tuple[Pins, Pins]:
         """The pins of a call's arguments, and of its results."""
@@ -466,7 +494,10 @@ class Function:
             assert not isinstance(executable, Executable)
             made[plan] = executable.remapped(rank, self.mesh, ranks)
         plans: Any = {i: e.plan for i, e in made.items()}
-        self._plans = {k: [(a, plans[id(p)]) for a, p in v if id(p) in plans] for k, v in self._plans.items()}
+        self._plans = {
+            key: [replace(k, plan=plans[id(k.plan)]) for k in known if id(k.plan) in plans]
+            for key, known in self._plans.items()
+        }
         self._executables = {(id(e.plan), as_it_is_set(self.mesh)): e for e in made.values()}
         self._cached_calls = CallCache(self._arguments)
         self._moved_from.append(old)
@@ -501,7 +532,7 @@ class Function:
         call = self._arguments.bind(args, {})
         with line_if_long(f"tracing {self._arguments.where}"):
             nowhere = [None for x in call.leaves if is_array(x)]
-            program = self._program(call, nowhere, self._types(call, nowhere))
+            program = self._program(self._typed(call, nowhere), nowhere)
         into, out = self._pins(call, program)
         return program, [*into.pins, *out.pins]
 

@@ -161,6 +161,17 @@ def new_eqn(
     return make(list(invars), list(outvars), primitive, dict(params), frozenset(), info, ctx)
 
 
+# Why: an equation is evaluated under the mesh of its trace, where axes that a shard_map leaves out are not manual.
+def with_manual_axes(eqn: Eqn) -> Eqn:
+    """An equation of a shard_map's body, whose mesh has manual axes alone."""
+    mesh = eqn.ctx.cur_abstract_mesh
+    if mesh.empty or mesh.are_all_axes_manual:
+        return eqn
+    manual = mesh.update_axis_types(dict.fromkeys(mesh.axis_names, jax.sharding.AxisType.Manual))
+    with eqn.ctx.manager, jax.sharding.use_abstract_mesh(manual):
+        return eqn.replace(ctx=type(eqn.ctx)())
+
+
 # Why: dead equations would be planned and listed though XLA removes them.
 def remove_dead(jaxpr: Jaxpr, used: Sequence[bool]) -> Jaxpr:
     """The jaxpr without dead equations, all inputs kept."""

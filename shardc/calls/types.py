@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
@@ -16,14 +16,10 @@ from shardc.sbp.layout import is_plain
 from shardc.sbp.placement import Pin, Placement
 
 
-ArgumentTypes: TypeAlias = tuple[NamedSharding | None, ...]
-"""For each array of a call the sharding in its type."""
-
-
 def argument_types(
     call: Call, pins: Sequence[Pin | None], arrived: Sequence[Placement | None], mesh: AbstractMesh
-) -> ArgumentTypes:
-    """The types of a call's arrays: at their pin, else where they live.
+) -> tuple[NamedSharding | None, ...]:
+    """For each array of a call the sharding in its type: that of its pin, else of where it lives.
 
     None for what the compiler places, as in `jax.jit` for an array that is not committed, and for an uneven split,
     which JAX has no type for.
@@ -69,4 +65,4 @@ def _type_of(x: Any, pin: Pin | None, place: Placement | None, mesh: AbstractMes
     whole = at.without(at.partial_axes)
     if not is_plain(leaf_aval(x).shape, whole, dict(mesh.shape)):
         return None
-    return NamedSharding(mesh, PartitionSpec(*whole.to_spec(), unreduced=set(at.partial_axes)))
+    return NamedSharding(mesh, PartitionSpec(*whole.to_spec(), unreduced=frozenset(at.partial_axes)))

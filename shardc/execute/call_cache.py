@@ -4,8 +4,9 @@
     f(*args)  --next times-->  flatten, pick in the executable's order, run
 
 JAX's compiled program compares shapes, dtypes and shardings with those that it was compiled for, and refuses others
-before anything runs. Weak types and JAX's settings, which it does not check, are compared here; so is where arrays live
-if they go to a pipeline, which would move them. Any other call is made without the cache.
+before anything runs. Weak types and JAX's settings, which it does not check, are compared here. So is where arrays live
+if they go to a pipeline, which would move them, or if their types have it (Explicit axes). Any other call is made
+without the cache.
 """
 
 from __future__ import annotations
@@ -53,9 +54,12 @@ class CachedCall:
       tree, leaves: the tree and the leaves of the first call.
       arguments: the names of the function's arguments.
       executable: the executable that the first call ran.
+      typed: where arrays live is a part of their types.
     """
 
-    def __init__(self, tree: Any, leaves: Sequence[Any], arguments: Arguments, executable: Runnable) -> None:
+    def __init__(
+        self, tree: Any, leaves: Sequence[Any], arguments: Arguments, executable: Runnable, typed: bool = False
+    ) -> None:
         self.executable = executable
         args, kwargs = jax.tree.unflatten(tree, [_Slot(i) for i in range(len(leaves))])
         slots = arguments.flatten(args, kwargs).leaves
@@ -74,7 +78,7 @@ class CachedCall:
                 traced.add(slot.index)
                 self._order.append(slot.index)
         pool = [*leaves, *self._defaults]
-        self._kind = _kind_and_home if executable.moves_arguments else _kind
+        self._kind = _kind_and_home if typed or executable.moves_arguments else _kind
         self.kinds = [self._kind(pool[i]) for i in self._order]
         fixed = {slot.index for slot in slots if isinstance(slot, _Slot)} - traced
         keys = [(i, key_of if i in fixed else key_of_static) for i in range(len(leaves)) if i not in traced]
@@ -119,8 +123,8 @@ class CallCache:
                     return out
         return None
 
-    def add(self, tree: Any, leaves: Sequence[Any], executable: Runnable) -> None:
-        call = CachedCall(tree, leaves, self._arguments, executable)
+    def add(self, tree: Any, leaves: Sequence[Any], executable: Runnable, typed: bool = False) -> None:
+        call = CachedCall(tree, leaves, self._arguments, executable, typed)
         known = self._by_tree.setdefault((tree, jax.sharding.get_abstract_mesh()), [])
         if all(other.executable is not executable or other.kinds != call.kinds for other in known):
             known.insert(0, call)  # a loop's second call takes the first one's results, as all later calls do

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from jax.extend import core as jex
 from jax.extend.core.primitives import all_gather_p, psum_p
+from jax.sharding import AbstractMesh, AxisType
 
 from shardc import compat
 from shardc.compat import Eqn, Jaxpr
@@ -47,11 +48,19 @@ def unit_placements(eqn: Eqn) -> tuple[Placement, ...]:
 
 
 def unit_signatures(eqn: Eqn) -> dict[str, Signature]:
-    """The signature of a unit on each axis that its specs name; on other axes all is B."""
+    """The signature of a unit on each axis that its specs name; on other axes all is B, also on those that its
+    axis_names leave out: JAX may split its body over these, here each device runs it."""
     placements = unit_placements(eqn)
     n = len(eqn.invars)
     axes = dict.fromkeys(a for p in placements for a in p)
     return {a: Signature(tuple(p[a] for p in placements[:n]), tuple(p[a] for p in placements[n:])) for a in axes}
+
+
+def explicit_mesh_of(eqns: Sequence[Eqn], axes: Sequence[tuple[str, int]]) -> AbstractMesh | None:
+    """The mesh with Explicit axes, of these names and sizes, of the first unit that has one."""
+    meshes = (eqn.params["mesh"] for eqn in eqns if is_unit(eqn))
+    of_types = (m for m in meshes if AxisType.Explicit in m.axis_types and tuple(m.shape.items()) == tuple(axes))
+    return next((m if isinstance(m, AbstractMesh) else m.abstract_mesh for m in of_types), None)
 
 
 def whole_signature(eqn: Eqn) -> Signature:
@@ -65,12 +74,6 @@ def wrong_unit(eqn: Eqn, inside: Sequence[Eqn], mesh: MeshView) -> str:
     if sorted(theirs) != sorted(mesh.axes):
         names = ", ".join(f"{a}={n}" for a, n in theirs)
         return f"its mesh ({names}) differs from that of the function; give it the function's mesh"
-    free = [a for a, n in mesh.axes if n > 1 and a not in eqn.params["newly_manual_axes"]]
-    if free:
-        return (
-            f"its axis_names leave {', '.join(map(repr, free))} to the compiler; leave axis_names out, and name in the "
-            "specs what is split"
-        )
     grouped = [e for e in inside if e.params.get("axis_index_groups") is not None]
     if grouped:
         lines = ", ".join(dict.fromkeys(f"{e.primitive.name} at {compat.source_line(e)}" for e in grouped))

@@ -12,6 +12,7 @@ import numpy as np
 from shardc import compat
 from shardc.compat import Atom, Jaxpr, Var
 from shardc.ir.nested import NESTED, bodies_of
+from shardc.ir.program import Program
 from shardc.ir.walk import all_eqns
 from shardc.plan.plan import PlacedProgram
 from shardc.plan.rows import operation_text, placement_word
@@ -35,15 +36,25 @@ def digest_of(programs: Iterable[PlacedProgram], *texts: str) -> str:
         add(f"{program.program.name} on {program.mesh.axes}, {program.ties}")
         for name, digest in digests(jaxpr).items():
             add(f"{name} {digest}")
-        every = all_eqns(jaxpr)
-        for atom in (*(a for e in every for a in e.invars), *jaxpr.outvars):
-            if compat.is_literal(atom):
-                add(f"{np.asarray(atom.val).tolist()!r}")
-        for placements in (program.inputs, program.outputs, [at[v] for e in every for v in e.outvars]):
+        for text in _literals(jaxpr):
+            add(text)
+        for placements in (program.inputs, program.outputs, [at[v] for e in all_eqns(jaxpr) for v in e.outvars]):
             add(", ".join(map(placement_word, placements)))
     for text in texts:
         add(text)
     return found.hexdigest()[:16]
+
+
+def is_same_program(one: Program, other: Program) -> bool:
+    """Whether two traces of a function compute the same: equations, literals, and the arrays that they close over."""
+    if list(map(id, one.captured)) != list(map(id, other.captured)) or one.out_tree != other.out_tree:
+        return False
+    return _literals(one.jaxpr) == _literals(other.jaxpr) and digests(one.jaxpr) == digests(other.jaxpr)
+
+
+def _literals(jaxpr: Jaxpr) -> list[str]:
+    atoms = (*(a for e in all_eqns(jaxpr) for a in e.invars), *jaxpr.outvars)
+    return [f"{np.asarray(a.val).tolist()!r} {a.aval}" for a in atoms if compat.is_literal(a)]
 
 
 def digests(jaxpr: Jaxpr) -> dict[str, str]:

@@ -10,6 +10,7 @@ from collections.abc import Collection, Sequence
 from typing import Any, Final
 
 import jax
+import numpy as np
 from jax import lax
 from jax.extend import core as jex
 from jax.extend.core.primitives import sharding_constraint_p
@@ -53,6 +54,11 @@ _PLANNED: Final = frozenset((
 """Primitives that passes handle themselves: they need no rule."""
 
 
+def _typed(atom: Atom) -> bool:
+    """Whether the type of an atom, or of a literal's value, names a mesh."""
+    return compat.has_sharding(atom.aval) or compat.has_sharding(getattr(getattr(atom, "val", None), "aval", None))
+
+
 class _Inliner:
     """The walk that inlines calls.
 
@@ -79,7 +85,9 @@ class _Inliner:
         env |= dict(zip(jaxpr.invars, args, strict=True))
 
         def read(atom: Atom) -> Atom:
-            return atom if compat.is_literal(atom) else env[atom]
+            if not compat.is_literal(atom):
+                return env[atom]
+            return compat.literal(np.asarray(atom.val), compat.without_sharding(atom.aval)) if _typed(atom) else atom
 
         for inner in jaxpr.eqns:
             eqn = inner if caller is None else compat.with_line_of(inner, caller)
@@ -100,7 +108,7 @@ class _Inliner:
             eqn = eqn.replace(params={"pin": eqn.params["pin"]})
             if eqn.params["pin"].fixed == frozenset():
                 return invars[:1]
-        if name in _OF_SHARDINGS and says_nothing(eqn.params[_OF_SHARDINGS[name]]):
+        if name in _OF_SHARDINGS and (self.untyped or says_nothing(eqn.params[_OF_SHARDINGS[name]])):
             return invars[:1]
         if name in IDENTITIES or (eqn.primitive in MARKS and not self.marks) or (name == CAST and self.untyped):
             return invars[:1]
@@ -120,6 +128,8 @@ class _Inliner:
         """The results of an equation that stays."""
         if eqn.primitive.name == "reshard":
             eqn = eqn.replace(primitive=sharding_constraint_p, params=_constraint(eqn.params["dst_sharding"]))
+        if self.untyped:
+            eqn = compat.with_manual_axes(eqn)
         if eqn.primitive.name in UNTYPED and self.untyped:
             params = {**eqn.params, "axis_index_groups": None}
             eqn = eqn.replace(primitive=UNTYPED[eqn.primitive.name], params=params)

@@ -6,7 +6,7 @@ import inspect
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Final
@@ -65,6 +65,7 @@ class Call:
       leaves: arrays, and leaves that are no arrays (static).
       tree: structure of the arguments by name.
       static: values of the static arguments, by name.
+      types: for each array the sharding in its type, None if it has none; empty: no mesh has Explicit axes.
     """
 
     names: tuple[str, ...]
@@ -72,6 +73,7 @@ class Call:
     leaves: tuple[Any, ...]
     tree: Any
     static: tuple[tuple[str, Any], ...]
+    types: tuple[NamedSharding | None, ...] = ()
 
     @property
     def paths(self) -> list[str]:
@@ -318,22 +320,26 @@ def _traced(make: Callable[..., Any], avals: Sequence[Any], types: Sequence[Name
     """The jaxpr of a function: traced as `jax.jit` traces it, where arguments have shardings in their types, else with
     automatic axes of the mesh in context.
 
-    Each way is tried where the other fails: JAX refuses programs whose shardings contradict each other, which a plan
-    places all the same; and a function that closes over arrays whose types have shardings needs the axes as they are.
-    The error is that of the first way.
+    Other ways are tried where that fails: JAX refuses programs whose shardings contradict each other, which a plan
+    places all the same, and fewer of them under a mesh in context; and a function that closes over arrays whose types
+    have shardings needs the axes as they are. The error is that of the first way.
     """
     if not types and not explicit_axes():
         return make(*avals)
     typed = [compat.with_sharding(a, t) if t else a for a, t in zip(avals, types or [None] * len(avals), strict=True)]
-    ways = [(nullcontext, typed), (automatic, avals)]
-    (first, values), (other, others) = ways if types else ways[::-1]
-    try:
-        with first():
-            return make(*values)
-    except Exception as error:
-        with suppress(Exception), other():
-            return make(*others)
-        raise error
+    mesh = next((t.mesh.abstract_mesh for t in types if t), None)
+    ways = [(nullcontext, typed), (automatic, avals)] if types else [(automatic, avals), (nullcontext, avals)]
+    if mesh is not None and jax.sharding.get_abstract_mesh().empty:
+        ways.insert(1, (lambda: jax.sharding.use_abstract_mesh(mesh), typed))
+    first: Exception | None = None
+    for way, values in ways:
+        try:
+            with way():
+                return make(*values)
+        except Exception as error:  # noqa: BLE001  # JAX refuses types by errors of many classes; the first is raised
+            first = first or error
+    assert first is not None
+    raise first
 
 
 def _boundary_in(jaxpr: compat.Jaxpr) -> str:
@@ -378,7 +384,6 @@ def trace(
     replicate: Collection[str] = (),
     scans: Chunks = (),
     backend: BackendKind = "cpu",
-    types: Sequence[NamedSharding | None] = (),
 ) -> Program:
     """The canonical program of a function at the avals of a call; with the marks of pipelines if `marks`.
 
@@ -386,7 +391,6 @@ def trace(
       replicate: primitives without a rule that get no signatures (`canonicalize`).
       scans: kinds of associative scans that are traced in chunks (`chunk_scans`).
       backend: the compiler that it is planned for. JAX traces cuDNN's attention for GPUs alone.
-      types: for each array of the call the sharding in its type, None if it has none; empty: no mesh of theirs has Explicit axes.
     """
     dynamic = [i for i, x in enumerate(call.leaves) if is_array(x)]
     avals = [leaf_aval(call.leaves[i]) for i in dynamic]
@@ -418,7 +422,7 @@ def trace(
     on_gpu = compat.cudnn_traced() if backend == "gpu" else nullcontext()
     with compat.scans_made_by(ScanMaker(scans)), on_gpu:
         try:
-            closed = _traced(jax.make_jaxpr(flat), avals, types)
+            closed = _traced(jax.make_jaxpr(flat), avals, call.types)
         except Exception as error:
             for note in _notes(error, call):
                 error.add_note(note)
