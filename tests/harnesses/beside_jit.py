@@ -148,6 +148,7 @@ def say(line: str) -> None:
 class _Result(unittest.TextTestResult):
     def startTest(self, test: unittest.TestCase) -> None:
         _TEST[0] = test.id()
+        say(f"{sum(COUNTS.values()):6} {test.id()}")
         super().startTest(test)
 
 
@@ -158,6 +159,7 @@ def main() -> int:
     parser.add_argument("--limit", type=int, help="at most so many tests")
     options = parser.parse_args()
     sys.argv[1:] = []
+    jax.config.update("jax_disable_most_optimizations", True)  # what runs once need not run fast
     jax.jit = _jit
     for path in options.files:
         spec = importlib.util.spec_from_file_location(path.stem, path)
