@@ -370,6 +370,7 @@ class Function:
         if self._ranks is None:
             request = Request(program, self._view, arguments, out.pins, notes, self._view.limit, where, tree)
             request = replace(request, replicate=self._options.replicate, offload=self._options.on_host)
+            request = replace(request, forbids=bool(self._forbidden))
             self._refuse_idle_patterns(request)
             return arguments, self._plan_of_program(request)
         from shardc.pipelines import planned_pipeline

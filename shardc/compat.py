@@ -33,6 +33,7 @@ from jax._src.lax import lax as _lax
 from jax._src.lib import xla_client as _xla
 from jax._src.random import core as _random
 from jax._src.random import prng as _prng
+from jax._src.state import discharge as _discharge
 from jax.extend import core as jex
 
 if TYPE_CHECKING:
@@ -441,6 +442,25 @@ def keys_of_words(words: jax.Array, dtype: Any) -> jax.Array:
     return jax.random.wrap_key_data(words, impl=dtype._impl.name)
 
 
+# Why: differentiation knows extended dtypes that are no keys by their rules; a compiled program has their numbers.
+def is_typed_number(dtype: Any) -> bool:
+    """Whether a dtype is an extended one, each element of which is a number: none of keys."""
+    if not isinstance(dtype, ExtendedDType) or jax.numpy.issubdtype(dtype, jax.dtypes.prng_key):
+        return False
+    return not _core.physical_element_aval(dtype).shape
+
+
+def number_of(dtype: Any) -> Any:
+    """The dtype of the numbers of such a dtype; others as they are."""
+    return _core.physical_element_aval(dtype).dtype if is_typed_number(dtype) else dtype
+
+
+def sum_of_typed(aval: Any) -> ClosedJaxpr:
+    """What differentiation means by the sum of two values of such a dtype; it may be a maximum."""
+    value = jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+    return jax.make_jaxpr(functools.partial(aval.dtype._rules.add, aval.dtype))(value, value)
+
+
 # Why: four registries make JAX accept arrays of another type, such as its own arrays of keys.
 def register_array(kind: type, read: Callable[[Any], jax.Array]) -> None:
     """Make JAX accept arrays of a class as arguments, operands and constants: as the jax.Array that `read` returns."""
@@ -588,6 +608,18 @@ def with_scan_counts(params: Mapping[str, Any], consts: int, carries: int, ends:
         "ft_in": flattree.pack((none(consts), none(carries), none(ends[0] - consts - carries))),
         "ft_out": flattree.pack((none(carries), none(ends[1] - carries))),
     }
+
+
+# Why: jax.jit too replaces refs by values before it compiles; no public name does.
+def without_refs(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """The closed jaxpr whose refs are values that its equations hand on: `r = new_ref x; r[...] <- y; r[...] --> y`."""
+    return _discharge.discharge_state(closed, lower=False) if _makes_refs(closed) else closed
+
+
+def _makes_refs(closed: ClosedJaxpr) -> bool:
+    return _core.internal_mutable_array_effect in closed.effects or any(
+        map(_makes_refs, (body for eqn in closed.eqns for body in jaxprs_in(eqn.params.values())))
+    )
 
 
 # Why: the definition of an operation without a rule is in its lowering, or in hijax.

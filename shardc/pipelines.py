@@ -21,6 +21,7 @@ from shardc.plans import PlanFace, lacks
 from shardc.report.chart import Chart, planned_chart
 from shardc.report.drawn import Drawn
 from shardc.report.page.page import page_of, write_page
+from shardc.report.tables import bytes_text
 
 
 def planned_pipeline(request: PipelineRequest) -> PipelinePlan:
@@ -72,7 +73,7 @@ class PipelinePlan(PlanFace, Drawn, MpmdPlan):
     def __repr__(self) -> str:
         return (
             f"PipelinePlan({self.program.name} on {self.mesh}: {len(self.stages)} stages, {self.schedule.name}, "
-            f"{len(self.transfers)} transfers, {self.bytes_per_device} bytes per device, {self.seconds:.3g} s)"
+            f"{len(self.transfers)} transfers, {bytes_text(self.bytes_per_device)} per device, {self.seconds:.3g} s)"
         )
 
 

@@ -186,9 +186,11 @@ class Plan(PlanFace, SpmdPlan):
         no_attribute(self, name, lambda: self.program.name)
 
     def __repr__(self) -> str:
+        from shardc.report.tables import bytes_text
+
         return (
             f"Plan({self.program.name} on {self.mesh}: {len(self.collectives)} collectives, "
-            f"{self.bytes_per_device} bytes per device, {self.seconds:.3g} s)"
+            f"{bytes_text(self.bytes_per_device)} per device, {self.seconds:.3g} s)"
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -166,7 +167,7 @@ def figures_of(plan: Any) -> dict[str, Any]:
         }  # fmt: skip
     figures: dict[str, Any] = {
         "function": plan.program.name, "mesh": dict(plan.mesh.axes), "topology": plan.mesh.topology.kind,
-        "seconds": plan.seconds, "bytes_per_device": plan.bytes_per_device, "peak": plan.memory.peak,
+        "seconds": plan.seconds, "bytes_per_device": _or_null(plan.bytes_per_device), "peak": plan.memory.peak,
         "hbm": plan.mesh.topology.hbm, "gap": plan.gap,
     }  # fmt: skip
     if isinstance(plan, MpmdPlan):
@@ -175,10 +176,22 @@ def figures_of(plan: Any) -> dict[str, Any]:
             "bubble": plan.simulate().bubble, "transfers": [{"bytes": t.bytes} for t in plan.transfers],
         }  # fmt: skip
     figures["collectives"] = [
-        {"stage": stage, "kind": c.kind, "axes": list(c.axes), "count": c.count, "bytes": c.bytes, "source": c.source}
+        {
+            "stage": stage,
+            "kind": c.kind,
+            "axes": list(c.axes),
+            "count": c.count,
+            "bytes": _or_null(c.bytes),
+            "source": c.source,
+        }
         for stage, c in plan.moves
     ]
     return figures
+
+
+def _or_null(size: float) -> float | None:
+    """A number of bytes for JSON, which has no nan: None if it is unknown."""
+    return None if math.isnan(size) else size
 
 
 def _saved_figures(saved: SavedPlan) -> dict[str, Any]:

@@ -6,8 +6,7 @@ on the pieces. The collectives in it are the user's, and the plan lists them wit
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 from jax.extend import core as jex
@@ -16,14 +15,10 @@ from jax.sharding import AbstractMesh, AxisType
 
 from shardc import compat
 from shardc.compat import Eqn, Jaxpr
-from shardc.ir.collective import Collective, Moves
 from shardc.machine.mesh import MeshView
-from shardc.sbp.cost import CollectiveKind, send_price
 from shardc.sbp.placement import B, Placement
 from shardc.sbp.signature import Signature
 
-USERS: Final = "in shard_map"
-"""Stands in a report in place of the placement before a boxing, for a user's own collective."""
 CAST: Final = "pvary"
 """Types a value as one that may differ between devices. The body runs where that type is not checked."""
 UNTYPED: Final = {"psum_invariant": psum_p, "all_gather_invariant": all_gather_p}
@@ -91,41 +86,3 @@ def run_unit(eqn: Eqn, operands: Sequence[Any]) -> list[Any]:
     body = unit_body(eqn)
     typed = [compat.as_aval(x, v.aval) for x, v in zip(operands, body.invars, strict=True)]
     return jex.jaxpr_as_fun(compat.close(body))(*typed)
-
-
-def _bytes(aval: Any) -> int:
-    return math.prod(aval.shape) * int(aval.dtype.itemsize)
-
-
-_SENT: Final[Mapping[str, tuple[CollectiveKind, Callable[[Any, Any, int], int]]]] = {
-    **dict.fromkeys(("psum", "pmax", "pmin"), ("all_reduce", lambda x, y, n: _bytes(x))),
-    "all_gather": ("all_gather", lambda x, y, n: _bytes(x)),
-    "reduce_scatter": ("reduce_scatter", lambda x, y, n: _bytes(y)),
-    "all_to_all": ("all_to_all", lambda x, y, n: _bytes(x) // n),
-    **dict.fromkeys(("ppermute", "pbroadcast"), ("permute", lambda x, y, n: _bytes(x))),
-}
-"""JAX's collectives: the kind, and the bytes of a piece from operand, result and number of devices."""
-
-
-def unit_moves(eqn: Eqn, trips: int, mesh: MeshView) -> Moves:
-    """The collectives of an equation in a unit's body, and the seconds of one execution."""
-    if eqn.primitive.name not in _SENT:
-        return Moves([], {})
-    kind, piece = _SENT[eqn.primitive.name]
-    axes = _axes(eqn, mesh)
-    n = math.prod(mesh.sizes[a] for a in axes)
-    found: list[Collective] = []
-    seconds = 0.0
-    for x, y in zip(eqn.invars, eqn.outvars, strict=True):
-        price = send_price(kind, piece(x.aval, y.aval, n), mesh, axes)
-        if price.bytes:
-            value = compat.short_text(x.aval.shape, x.aval.dtype)
-            found.append(Collective(kind, axes, price.bytes * trips, trips, compat.source_line(eqn), value, USERS))
-            seconds += price.seconds
-    return Moves(found, {kind: seconds})
-
-
-def _axes(eqn: Eqn, mesh: MeshView) -> tuple[str, ...]:
-    named = eqn.params["axes"] if "axes" in eqn.params else eqn.params["axis_name"]
-    names = named if isinstance(named, tuple | list) else (named,)
-    return tuple(a for a in names if mesh.sizes.get(a, 1) > 1)

@@ -97,7 +97,8 @@ class StagePlacer:
                 for i in s.arguments
             ]
             program = _pinned(s.program, {n: Pin(p) for n, p in known})
-            request = Request(program, mine, arguments, [self._results[i] for i in s.results])
+            results = [self._results[i] for i in s.results]
+            request = Request(program, mine, arguments, results, forbids=bool(mine.avoids))
             self._placings[s.stage, known] = Placing.of(request)
         placing = self._placings[s.stage, known]
         plan = placing.plan if limit is None else placing.nearest(limit)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeAlias
 
-from shardc.ir.collective import Collective
+from shardc.ir.collective import Collective, known_bytes
 from shardc.ir.program import Program
 from shardc.ir.walk import itemsize_of, short_aval
 from shardc.machine.mesh import AnyMesh, MeshView, view
@@ -209,10 +209,18 @@ class MpmdPlan:
         return {n: p for stage in self.stages for n, p, sent in transfer_ends(stage.plan) if sent}
 
     @cached_property
-    def bytes_per_device(self) -> int:
-        """Bytes that a device sends in one call, in collectives and transfers: those of the stage that sends most."""
+    def bytes_per_device(self) -> float:
+        """Bytes that a device sends in one call, in collectives and transfers: those of the stage that sends most; nan
+        if a part is unknown."""
+        if not all(c.is_known for c in self.collectives):
+            return math.nan
+        return self.known_bytes
+
+    @cached_property
+    def known_bytes(self) -> int:
+        """Those that are known."""
         return max(
-            sum(c.bytes * times for plan, times in self._runs(s) for c in plan.collectives)
+            sum(known_bytes(plan.collectives) * times for plan, times in self._runs(s))
             + sum(t.bytes for t in self.transfers if t.source == s.number)
             for s in self.stages
         )

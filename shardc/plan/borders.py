@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from shardc import compat
@@ -108,7 +108,11 @@ def problem_of(request: Request, ties: Sequence[int | None]) -> Problem:
     """The placement problem of a request. With a plan's own `request` and `ties` it is the problem of that plan."""
     program = request.program
     inputs = [Requirement(a.pin if a.arrival is None else Pin(a.arrival)) for a in request.arguments]
-    outputs = [Requirement(pin, tie) for pin, tie in zip(request.results, ties, strict=True)]
+    back: list[int | None] = [None] * len(ties)
+    if request.forbids:
+        others = [replace(a, donated=i not in ties and not moves(a)) for i, a in enumerate(request.arguments)]
+        back = match_donated(program, others)
+    outputs = [Requirement(*asked) for asked in zip(request.results, ties, back, strict=True)]
     return build_problem(program.jaxpr, inputs, outputs, program.in_paths, program.out_paths, request.mesh.idle)
 
 

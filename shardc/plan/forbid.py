@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
 from shardc.errors import ArgumentError, all_offenders, did_you_mean
+from shardc.ir.collective import UNKNOWN
 from shardc.machine.mesh import MeshView
 from shardc.plan.plan import PlacedProgram
 from shardc.sbp.cost import COLLECTIVES, FEMTO, avoided_cost
@@ -77,4 +78,4 @@ def is_forbidden(forbidden: Forbidden, kind: str, axes: Collection[str]) -> bool
 def avoided_seconds(parts: Iterable[tuple[int, PlacedProgram]]) -> float:
     """Seconds that the search adds to those of a plan for what its meshes avoid."""
     priced = [(part.mesh, c) for _, part in parts if part.mesh.avoids for c in part.collectives if c.bytes]
-    return sum(c.count * avoided_cost(c.kind, c.axes, mesh) for mesh, c in priced) / FEMTO
+    return sum(c.count * avoided_cost(c.kind, c.axes, mesh) for mesh, c in priced if c.kind != UNKNOWN) / FEMTO

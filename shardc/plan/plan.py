@@ -144,8 +144,8 @@ class PlacedProgram:
         return self.cost.added
 
     @cached_property
-    def bytes_per_device(self) -> int:
-        """Bytes that each device sends in one call."""
+    def bytes_per_device(self) -> float:
+        """Bytes that each device sends in one call; nan if a part is unknown."""
         return sum(c.bytes for c in self.collectives)
 
     @cached_property

@@ -97,6 +97,8 @@ class Request:
       where: the function, for errors.
       tree: structure of the arguments of a call.
       replicate: primitives without a rule for which no signatures are looked for.
+      forbids: whether `forbid=` names something. Then a result that may be an argument of the next call is placed where
+        that call can take it without a forbidden move.
       offload: what may live on the host: "never", "auto", or the arguments whose paths match these patterns.
     """
 
@@ -109,6 +111,7 @@ class Request:
     where: str = ""
     tree: ArgumentsTree | None = None
     replicate: tuple[str, ...] = ()
+    forbids: bool = False
     offload: Offload = "never"
 
     @property

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
+from shardc.ir.collective import known_bytes
 from shardc.machine.mesh import MeshView
 from shardc.passes.place.insert_boxing import insert_boxing
 from shardc.passes.place.place import Placer
@@ -24,7 +25,7 @@ WORTH: Final = 0.2
 
 def uneven_results(plan: SpmdPlan) -> UnevenResults | None:
     """The best plan with uneven results; None if the results of this one cost little."""
-    if plan.bytes_per_device <= LARGE or plan.unlimited is not None:
+    if known_bytes(plan.collectives) <= LARGE or plan.unlimited is not None:
         return None
     problem, mesh = problem_of(plan.request, plan.ties), plan.mesh
     open_ = [n for n in problem.sinks if n.kind == "sink" and n.plain and _may_be_uneven(n, mesh)]
@@ -48,7 +49,7 @@ def uneven_results(plan: SpmdPlan) -> UnevenResults | None:
     fits = limit is None or other.memory.peak <= limit
     if not pins or not fits or other.seconds > (1 - WORTH) * plan.seconds:
         return None
-    return UnevenResults(pins, other.seconds, other.bytes_per_device)
+    return UnevenResults(pins, other.seconds, known_bytes(other.collectives))
 
 
 def _may_be_uneven(n: Node, mesh: MeshView) -> bool:

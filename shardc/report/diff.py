@@ -173,17 +173,17 @@ def _moves(one: PlanView, other: PlanView) -> Section | None:
         return None
     rows: list[Sequence[str]] = []
     for kind in changed:
-        times, sent = zip(a.get(kind, (0, 0)), b.get(kind, (0, 0)), strict=True)
-        counts = [f"{times_text(bytes_text(size), n)}" if n else "" for n, size in zip(times, sent, strict=True)]
+        found = [of.get(kind, (0, 0)) for of in (a, b)]
+        counts = [f"{times_text(bytes_text(size), n)}" if n else "" for n, size in found]
         *values, source = kind
-        rows.append((*values, *counts, signed_text(sent[1] - sent[0], bytes_text), source))
+        rows.append((*values, *counts, signed_text(found[1][1] - found[0][1], bytes_text), source))
     columns = ("collective", "over", "value", "from", "to", ">this plan", ">the other", ">difference", "made by")
     return Section("Moves that differ: bytes that each device sends in one call, and how often", columns, rows)
 
 
-def _by_kind(plan: PlanView) -> dict[_Kind, tuple[int, int]]:
+def _by_kind(plan: PlanView) -> dict[_Kind, tuple[int, float]]:
     """Count and bytes of each kind of collective."""
-    found: dict[_Kind, tuple[int, int]] = {}
+    found: dict[_Kind, tuple[int, float]] = {}
     for _, c in plan.moves:
         kind = (c.kind, ", ".join(c.axes), c.value, placement_text(c.src), placement_text(c.dst), c.source)
         times, sent = found.get(kind, (0, 0))

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Final
 
 from shardc import compat
-from shardc.ir.collective import Collective
+from shardc.ir.collective import Collective, known_bytes, unknown_among
 from shardc.ir.walk import all_eqns, short_aval
 from shardc.passes.estimate.attention import Attention, find_attention
 from shardc.passes.estimate.plan_cost import HostMove, Time
@@ -111,14 +111,8 @@ def _scans(plan: PlanView) -> Iterator[str]:
 
 def _program_sections(plan: SpmdPlan) -> OwnSections:
     """The parts of the report that only a plan of one program has."""
-    moves = plan.moves
-    runs = sum(c.count for _, c in moves)
-    times = f", which run {runs} times" if runs != len(moves) else ""
-    count = number_text(len(moves), "collective")
-    sent = "Nothing moves between devices"
-    if moves:
-        sent = f"Each device sends {bytes_text(plan.bytes_per_device)} a call in {count}{times}"
-    head = f"{sent}; about {seconds_text(plan.seconds)}; {optimality_text(plan.gap)}."
+    about = "about" if all(c.is_known for _, c in plan.moves) else "at least"
+    head = f"{_sent_text(plan)}; {about} {seconds_text(plan.seconds)}; {proof_text(plan)}."
     memory, hbm = plan.memory, plan.mesh.topology.hbm
     fullest = Section(
         f"Memory: at most {bytes_text(memory.peak)} on each device, {percent_text(memory.peak / hbm)} of its "
@@ -131,6 +125,26 @@ def _program_sections(plan: SpmdPlan) -> OwnSections:
     return OwnSections(
         (plan.mesh,), [head, *_time(plan.time)], fullest, rewrites=[*_rewrites(plan)], recomputed=[*_recomputed(plan)]
     )
+
+
+def _sent_text(plan: SpmdPlan) -> str:
+    """What each device sends in a call: what is known, and the operations that may send more."""
+    known = [c for _, c in plan.moves if c.is_known]
+    unknown = unknown_among(c for _, c in plan.moves)
+    runs = sum(c.count for c in known)
+    times = f", which run {runs} times" if runs != len(known) else ""
+    most = "at most " * any(c.at_most for c in known)
+    sent = f"{most}{bytes_text(known_bytes(known))} a call in {number_text(len(known), 'collective')}{times}"
+    if unknown:
+        besides = f"Each device sends {sent}, and" if known else "Each device sends"
+        return f"{besides} an unknown number of bytes in {', '.join(unknown)}, of which shardc does not know what moves"
+    return f"Each device sends {sent}" if known else "Nothing moves between devices"
+
+
+def proof_text(plan: PlanView) -> str:
+    """What is proved of a plan."""
+    unknown = not all(c.is_known for _, c in plan.moves)
+    return optimality_text(plan.gap) + " but for what is unknown" * unknown
 
 
 def optimality_text(gap: float | None) -> str:
@@ -236,20 +250,21 @@ def _moves(plan: PlanView) -> Section:
         return Section(f"{title}: none")
 
     def key_of(c: Collective) -> Key:
-        return c.kind, ", ".join(c.axes), c.value, placement_text(c.src), placement_text(c.dst), c.one_round
+        return c.kind, ", ".join(c.axes), c.value, placement_text(c.src), placement_text(c.dst), c.one_round, c.at_most
 
     rows: list[Sequence[str]] = []
-    for (*key, one_round), _, found in fold_rows((key_of(c), c.source, (stage, c)) for stage, c in plan.moves):
+    for (*key, one_round, at_most), _, found in fold_rows((key_of(c), c.source, (stage, c)) for stage, c in plan.moves):
         of_stage: dict[int, list[Collective]] = {}
         for number, c in found:
             of_stage.setdefault(number, []).append(c)
-        alike: dict[tuple[int, int], list[int]] = {}
+        alike: dict[tuple[int, float], list[int]] = {}
         for number, cs in of_stage.items():
             alike.setdefault((sum(c.count for c in cs), sum(c.bytes for c in cs)), []).append(number)
         for (count, size), numbers in alike.items():
             made = fold_paths([c.source for number in numbers for c in of_stage[number]])
             times = str(count) + " a round" * bool(one_round)
-            rows.append((*[ranges_text(numbers)] * staged, *map(str, key), times, bytes_text(size), made))
+            sent = "at most " * bool(at_most) + bytes_text(size)
+            rows.append((*[ranges_text(numbers)] * staged, *map(str, key), times, sent, made))
     columns = (*["stages"] * staged, "collective", "over", "value", "from", "to", ">times", ">bytes", "made by")
     which = ": bytes that each device of one stage" if staged else ", in program order: bytes that each device"
     return Section(f"{title}{which} sends in one call", columns, rows)
@@ -262,11 +277,11 @@ def totals(plan: PlanView) -> Section | None:
         totals.setdefault((", ".join(c.axes), c.kind), []).append(c)
     if not totals:
         return None
-    whole = sum(c.bytes for _, c in plan.moves)
+    whole = known_bytes(c for _, c in plan.moves) or 1
     sums = [(*key, sum(c.count for c in found), sum(c.bytes for c in found)) for key, found in totals.items()]
     rows = [
-        (axes, kind, str(count), bytes_text(size), percent_text(size / whole))
-        for axes, kind, count, size in sorted(sums, key=lambda row: -row[-1])
+        (axes, kind, str(count), bytes_text(size), "" if math.isnan(size) else percent_text(size / whole))
+        for axes, kind, count, size in sorted(sums, key=lambda row: -math.inf if math.isnan(row[-1]) else -row[-1])
     ]
     return Section("Totals by axis and kind", ("over", "collective", ">times", ">bytes", ">share"), rows)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Final
 
 from shardc.arrays.remote import SMALL, bytes_of, is_small
+from shardc.ir.collective import known_bytes, unknown_among
 from shardc.machine.mesh import MeshView
 from shardc.passes.estimate.plan_cost import Time
 from shardc.pipeline.place_stages import Stage
@@ -92,8 +93,8 @@ def _head(plan: MpmdPlan, timeline: Timeline) -> list[str]:
         f"{number_text(len(plan.stages), 'stage')} on {number_text(schedule.ranks, 'rank')}{chunks}; {schedule.name}, "
         f"{number_text(schedule.microbatches, 'microbatch')}{_recompute(plan)}.",
         _time(timeline),
-        f"A device sends at most {bytes_text(plan.bytes_per_device)} a call; on all stages together there are "
-        f"{number_text(len(plan.moves), 'collective')} and {number_text(len(plan.transfers), 'transfer')}.",
+        f"A device sends at most {bytes_text(plan.known_bytes)} a call{_besides(plan)}; on all stages together there "
+        f"are {number_text(len(plan.moves), 'collective')} and {number_text(len(plan.transfers), 'transfer')}.",
     ]
     if places := places_of(plan):
         small = sum(bytes_of(a) for a in plan.program.out_avals if is_small(a))
@@ -102,6 +103,13 @@ def _head(plan: MpmdPlan, timeline: Timeline) -> list[str]:
             f"Results of at most {bytes_text(SMALL)} go to every process: {bytes_text(small)} a call."
         )
     return lines
+
+
+def _besides(plan: MpmdPlan) -> str:
+    """`, and an unknown number of bytes in ffi_call at model.py:12 (step), ...`; empty if all is known."""
+    unknown = unknown_among(plan.collectives)
+    said = f", and an unknown number of bytes in {', '.join(unknown)}, of which shardc does not know what moves"
+    return f"{said}; times are without it" if unknown else ""
 
 
 def _recompute(plan: MpmdPlan) -> str:
@@ -248,7 +256,7 @@ def _sent(plan: MpmdPlan) -> Section | None:
 
     def sent(steps: Mapping[str, Sequence[tuple[Any, int]]], kind: str) -> int:
         plans = [plan.built.tasks[label][1].plan for label, _ in steps.get(kind, ())]
-        return sum(p.bytes_per_device for p in plans if p is not None)
+        return sum(known_bytes(p.collectives) for p in plans if p is not None)
 
     found = [[sent(steps, k) for k in kinds] for steps in all_steps]
     shown = [i for i in range(len(kinds)) if any(row[i] for row in found)]

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from shardc import compat
+from shardc.ir.collective import known_bytes
 from shardc.ir.walk import itemsize_of, short_aval
 from shardc.passes.place.problem import Node
 from shardc.plan.counterfactual import Counterfactual, Other
 from shardc.plan.names import Box, Named, Use, find_values, values_of
 from shardc.plan.plan import SpmdPlan
-from shardc.report.explain import optimality_text
+from shardc.report.explain import proof_text
 from shardc.report.tables import (
     Section,
     bytes_text,
@@ -106,7 +107,7 @@ def _why(asked: Counterfactual, alike: Sequence[Named]) -> Iterator[Section]:
 def _rank(other: Other) -> tuple[float, int, int, str]:
     """The sort key of alternatives: time to six digits, then bytes, then text, so that ties have a fixed order."""
     plan = other.plan
-    return float(f"{plan.seconds:.6g}"), plan.bytes_per_device, plan.memory.peak, str(other.placement)
+    return float(f"{plan.seconds:.6g}"), known_bytes(plan.collectives), plan.memory.peak, str(other.placement)
 
 
 def _verdict(asked: Counterfactual, value: Named, others: Sequence[Other]) -> str:
@@ -124,7 +125,7 @@ def _verdict(asked: Counterfactual, value: Named, others: Sequence[Other]) -> st
     there = placement_text(best.placement)
     if pin is None or pin.fixed == frozenset():
         if gains and plan.gap != 0.0:
-            return f"{there} {_costs(plan, best.plan)}: better than this plan, which is {optimality_text(plan.gap)}."
+            return f"{there} {_costs(plan, best.plan)}: better than this plan, which is {proof_text(plan)}."
         if gains:
             return (
                 f"{here} is the cheapest if the memory traffic of each value is counted too; {there} "
@@ -162,13 +163,18 @@ def pin_text(pin: Pin) -> str:
 
 def _costs(plan: SpmdPlan, other: SpmdPlan) -> str:
     """`would take 1.2 us longer and send 512 bytes more`."""
-    seconds, sent = other.seconds - plan.seconds, other.bytes_per_device - plan.bytes_per_device
+    seconds, sent = other.seconds - plan.seconds, _more_bytes(plan, other)
     times = f"would take {seconds_text(abs(seconds))} {'longer' if seconds > 0 else 'less'}"
     if seconds_text(abs(seconds)) == "0 s":
         times = "would take as long"
     if not sent:
         return f"{times} and send as much"
     return f"{times} and send {bytes_text(abs(sent))} {'more' if sent > 0 else 'less'}"
+
+
+def _more_bytes(plan: SpmdPlan, other: SpmdPlan) -> int:
+    """Bytes that another plan sends more; what is unknown is so in both."""
+    return known_bytes(other.collectives) - known_bytes(plan.collectives)
 
 
 def _ways(plan: SpmdPlan, title: str, uses: Sequence[Use], *, shared: bool) -> Section:
@@ -208,7 +214,7 @@ def _differences(plan: SpmdPlan, other: SpmdPlan) -> tuple[str, str, str, str]:
     changed = sum(a != b for a, b in zip(plan.inputs, other.inputs, strict=True))
     return (
         signed_text(other.seconds - plan.seconds, seconds_text),
-        signed_text(other.bytes_per_device - plan.bytes_per_device, bytes_text),
+        signed_text(_more_bytes(plan, other), bytes_text),
         signed_text(other.memory.peak - plan.memory.peak, bytes_text),
         str(changed),
     )

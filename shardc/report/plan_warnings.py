@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 from shardc import compat
 from shardc.compat import Eqn
 from shardc.errors import number_text
+from shardc.ir.collective import known_bytes
 from shardc.ir.walk import bytes_of, local_bytes
 from shardc.passes.trace.canonicalize import EVERY
 from shardc.passes.trace.pins import code_text
@@ -106,6 +107,6 @@ def uneven_notes(plan: SpmdPlan) -> list[str]:
     return [
         f"{number_text(len(pins), 'result')} left open would be split unevenly, which a plain jax.Array is not. With "
         f"out_placements={code} a call takes {seconds_text(found.seconds)} instead of {seconds_text(plan.seconds)}, "
-        f"sends {bytes_text(found.bytes)} instead of {bytes_text(plan.bytes_per_device)}, and gives a "
+        f"sends {bytes_text(found.bytes)} instead of {bytes_text(known_bytes(plan.collectives))}, and gives a "
         "shardc.PlacedArray there."
     ]

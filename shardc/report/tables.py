@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import os
 import re
 import shutil
@@ -32,7 +33,9 @@ Key: TypeAlias = tuple[Hashable, ...]
 
 
 def bytes_text(count: float) -> str:
-    """`512 bytes`, `1.5 KiB`, `2.0 MiB`."""
+    """`512 bytes`, `1.5 KiB`, `2.0 MiB`; `unknown` for nan."""
+    if math.isnan(count):
+        return "unknown"
     if count < 1024:
         return f"{count:.0f} byte{'s' * (count != 1)}"
     for unit in ("KiB", "MiB", "GiB"):
@@ -52,7 +55,9 @@ def seconds_text(seconds: float) -> str:
 
 
 def signed_text(difference: float, text: Callable[[float], str]) -> str:
-    """`+1.5 KiB`, `-126 us`; `0` for equal values."""
+    """`+1.5 KiB`, `-126 us`; `0` for equal values; `unknown` for nan."""
+    if math.isnan(difference):
+        return "unknown"
     size = text(abs(difference))
     return "0" if size in (text(0), "0 s") else f"{'-' if difference < 0 else '+'}{size}"
 

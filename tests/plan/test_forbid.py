@@ -84,6 +84,41 @@ def test_an_error_says_what_moves_and_which_pins_ask_for_it(pins, forbid, text):
     assert str(error.value).startswith("forward (test_forbid.py:") and text in str(error.value)
 
 
+@pytest.mark.sampled
+@pytest.mark.parametrize("donate", [(), ("params",)])
+@pytest.mark.parametrize("pins", [{"x": {"data": S(0)}}, {}])
+@pytest.mark.parametrize(
+    "forbid", ["model", {"model": "all_gather"}, {"model": ("all_gather", "all_reduce")}, {"data": "all_gather"}]
+)
+def test_a_loop_keeps_it_in_every_call(forbid, pins, donate):
+    f = shardc.function(step, mesh=MESH, in_placements=pins, donate_argnames=donate, forbid=forbid)
+    got, want = jax.tree.map(jnp.array, PARAMS), PARAMS
+    for _ in range(3):
+        got, want = f(got, X), jax.jit(step)(want, X)
+    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(g, w, rtol=2e-4, atol=1e-5)
+    plan = f.plan(got, X)
+    assert plan.out_placements == plan.in_placements.params
+    assert not any(is_forbidden(read_forbid(forbid, plan.mesh, "f"), c.kind, c.axes) for c in plan.collectives)
+
+
+def test_a_result_that_looks_like_an_argument_is_not_forced_to_its_place():
+    pins = {"x": {"data": S(0)}, "w": {"model": S(1)}}
+    f = shardc.function(lambda x, w: x @ w, mesh=MESH, in_placements=pins, forbid="model")
+    assert f.plan(X, np.ones((64, 64), "f")).out_placements["model"] == S(1)
+
+
+def test_an_error_names_arguments_that_were_passed_split():
+    params = shardc.put(PARAMS, MESH, {"up": {"model": S(1)}, "down": {"model": S(1)}})
+    f = shardc.function(forward, mesh=MESH, in_placements={"x": {"data": S(0)}}, out_placements={}, forbid="model")
+    with pytest.raises(ForbiddenMoveError) as error:
+        f.plan(params, X)
+    assert "It can be kept if one of these pins" not in str(error.value)
+    assert "placements in which arguments were passed ask for it together" in str(error.value)
+    with pytest.raises(ForbiddenMoveError, match=r"one of these arguments is passed in another .*\n  params/up at .*S"):
+        f.plan(params | {"down": PARAMS["down"]}, X)
+
+
 def test_a_shard_map_of_the_user_that_has_to_move():
     def total(x):
         return jax.shard_map(

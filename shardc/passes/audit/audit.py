@@ -7,6 +7,8 @@ gathers and drops results that nobody reads. It may also divide the work differe
 are unrolled, invariants leave them. So tensors and executions are compared, not instructions, and the rest is compared
 by its total bytes.
 
+An operation of which the plan does not know what it moves explains what is found at its line.
+
 The iterations of a `while` are not known: its collectives are compared for one iteration. If XLA knows the number,
 collectives are counted for all iterations, and those beyond the plan are reported as `iterated`.
 """
@@ -14,6 +16,7 @@ collectives are counted for all iterations, and those beyond the plan are report
 from __future__ import annotations
 
 import html
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -108,7 +111,8 @@ def audit(planned: Sequence[Collective], hlo: str, axes: Mapping[str, int], plat
       platform: of the text. On "cpu" nothing may be added; on others the backend's known rewrites may.
     """
     exact = platform == "cpu"
-    plans = [_planned_lot(c, axes) for c in planned if c.bytes]
+    plans = [_planned_lot(c, axes) for c in planned if c.bytes and c.is_known]
+    unknown = {c.source for c in planned if not c.is_known}
     lots: list[_Lot[FoundCollective]] = []
     added: list[FoundCollective] = []
     for op in parse_collectives(hlo):
@@ -133,7 +137,7 @@ def audit(planned: Sequence[Collective], hlo: str, axes: Mapping[str, int], plat
     return Audit(
         planned=tuple(planned),
         found=found,
-        surprises=tuple(_rest(lot) for lot in lots if lot.left),
+        surprises=tuple(_rest(lot) for lot in lots if lot.left and lot.record.source not in unknown),
         compiler_added=tuple(added),
         missing=tuple(_rest(lot) for lot in plans if lot.left),
         iterated=tuple(iterated),
@@ -168,18 +172,27 @@ class _Lot(Generic[_Record]):
         return self.each * self.left
 
 
+_RAGGED: Final = "ragged-all-to-all"
+"""The HLO opcode of a planned all-to-all whose bytes depend on data."""
+_BROADCAST: Final = "collective-broadcast"
+"""The HLO opcode of a planned permute from one device to all."""
+
+
 def _planned_lot(c: Collective, axes: Mapping[str, int]) -> _Lot[Collective]:
     along = frozenset[str]() if c.kind == "permute" else frozenset(a for a in c.axes if axes[a] > 1)
     dtype = m[0] if (m := re.match(r"[a-z]+\d+\w*|pred|bool", c.value)) else ""
     width = itemsize(dtype) if dtype else None
-    return _Lot(c, (c.kind, along), Fraction(c.bytes, c.count), dtype, width, c.count // c.trips, c.per_iteration)
+    kind = _RAGGED if c.at_most else c.kind
+    return _Lot(c, (kind, along), Fraction(int(c.bytes), c.count), dtype, width, c.count // c.trips, c.per_iteration)
 
 
 def _found_lot(f: FoundCollective, tensor: Tensor, padding: int, looped: bool) -> _Lot[FoundCollective]:
+    kind = "permute" if f.kind == _BROADCAST else f.kind
     # Groups that follow no axes match no plan: no planned group is None.
-    along = None if f.axes is None or f.kind not in COLLECTIVES else frozenset(f.axes)
+    along = None if f.axes is None or kind not in (*COLLECTIVES, _RAGGED) else frozenset(f.axes)
+    group = (kind, frozenset[str]() if kind == "permute" else along)
     each = Fraction(tensor.bytes - padding)
-    return _Lot(f, (f.kind, along), each, tensor.dtype, itemsize(tensor.dtype), f.count, looped, tensor.promoted)
+    return _Lot(f, group, each, tensor.dtype, itemsize(tensor.dtype), f.count, looped, tensor.promoted)
 
 
 def _found(op: HloCollective, tensor: Tensor, axes: Mapping[str, int], exact: bool) -> tuple[FoundCollective, int]:
@@ -311,7 +324,7 @@ def _match_totals(
 
 def _table(a: Audit) -> list[str]:
     rows = [
-        (what, c.kind, _along(c.axes), c.value, _size(c.bytes), f"x{c.count}", c.source, getattr(c, "name", ""))
+        (what, c.kind, _along(c.axes), c.value, _size(int(c.bytes)), f"x{c.count}", c.source, getattr(c, "name", ""))
         for what, records in (
             ("not planned", a.surprises),
             ("not found", a.missing),
@@ -329,7 +342,9 @@ def _along(axes: tuple[str, ...] | None) -> str:
 
 def _summary(records: Sequence[Collective | FoundCollective]) -> str:
     plural = "" if len(records) == 1 else "s"
-    return f"{len(records)} collective{plural}, {_size(sum(c.bytes for c in records))}"
+    known = [c for c in records if not math.isnan(c.bytes)]
+    besides = f" and what is unknown in {len(records) - len(known)}" if len(known) < len(records) else ""
+    return f"{len(records)} collective{plural}, {_size(int(sum(c.bytes for c in known)))}{besides}"
 
 
 def _size(n: int) -> str:

@@ -121,7 +121,8 @@ _KINDS: Final[dict[str, tuple[str, Callable[[int, int], int]]]] = {
     "reduce-scatter": ("reduce_scatter", lambda n, b: _ceil((n - 1) * b, n)),
     "all-to-all": ("all_to_all", lambda n, b: _ceil((n - 1) * b, n)),
     "collective-permute": ("permute", lambda n, b: b),
-    "ragged-all-to-all": ("ragged-all-to-all", lambda n, b: b),
+    "send": ("permute", lambda n, b: b),  # to another device; one to the host has no pairs
+    "ragged-all-to-all": ("ragged-all-to-all", lambda n, b: b),  # at most
     "collective-broadcast": ("collective-broadcast", lambda n, b: b),
 }
 
@@ -155,7 +156,7 @@ def _whole_operands(module: Module, computation: str, i: Instruction, opcode: st
     if opcode == "all-to-all" and "dimensions=" not in i.attributes:
         first = operands[0]
         return [first._replace(shape=(len(operands), *first.shape))]
-    if opcode == "ragged-all-to-all" or "slice_sizes=" in i.attributes:  # the others are buffers and offsets
+    if opcode in ("ragged-all-to-all", "send") or "slice_sizes=" in i.attributes:  # the others are buffers and the like
         return operands[:1]
     return operands
 

@@ -23,7 +23,8 @@ from shardc.ir.host_callback import runs_once
 from shardc.ir.memory_move import MemorySpace, is_memory_move
 from shardc.ir.nested import NESTED, bodies_of, trips_of
 from shardc.ir.transfer import is_transfer
-from shardc.ir.user_shard_map import is_unit, unit_body, unit_moves
+from shardc.ir.user_collectives import is_half, kernel_moves, user_moves
+from shardc.ir.user_shard_map import is_unit, unit_body
 from shardc.ir.walk import (
     all_eqns,
     bytes_of,
@@ -53,7 +54,7 @@ from shardc.sbp.cost import (
 from shardc.sbp.piece import internal_steps, sent_cost
 from shardc.sbp.placement import REPLICATED, AxisSizes, Placement
 from shardc.sbp.ring import Ring, ring_of, ring_price
-from shardc.sbp.signature import Rule, Setting, find_rule, gathered, shared_by
+from shardc.sbp.signature import Rule, Setting, find_rule, gathered, has_rule, shared_by
 
 
 @dataclass(frozen=True)
@@ -280,6 +281,8 @@ class _CostWalk:
         others = [eqn for eqn in jaxpr.eqns if eqn not in plain]
         times: dict[Eqn, Time] = {}
         for eqn in jaxpr.eqns:
+            if not has_rule(eqn.primitive.name) and not is_unit(eqn):
+                self.collectives += kernel_moves(eqn, trips, self.mesh)
             if eqn in plain:
                 self.added += light_seconds(self.touched(eqn), self.mesh) * trips
             else:
@@ -495,8 +498,9 @@ class _CostWalk:
         ]
 
     def in_unit(self, eqn: Eqn, times: int, trips: int) -> Time:
-        moves = unit_moves(eqn, trips * times, self.mesh)
-        seconds = 0.0 if moves.collectives else whole_seconds(eqn, self.mesh)
+        moves = user_moves(eqn, trips * times, self.mesh)
+        sends = is_half(eqn) or any(c.is_known for c in moves.collectives)
+        seconds = 0.0 if sends else whole_seconds(eqn, self.mesh)
         self.added += seconds * times * trips
         return (self.add(moves, times * trips) + Time(compute=seconds)) * times
 

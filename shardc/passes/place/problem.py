@@ -14,7 +14,7 @@ import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -450,11 +450,17 @@ class Requirement:
     """The requirement on the placement of an argument or a result of the function.
 
     `pin`: the placement that was asked for; None: free. `tie`: for a result, the number of the donated argument whose
-    placement it takes.
+    placement it takes. `back`: for a result, the number of the argument that it may be in the next call; the boxing to
+    the placement of this argument is priced, but no part of the plan.
     """
 
     pin: Pin | None = None
     tie: int | None = None
+    back: int | None = None
+
+
+NEXT_CALL: Final = 0.5
+"""The share of the price of a boxing that the next call may need: a move that is avoided costs more in this call."""
 
 
 def build_problem(
@@ -482,8 +488,13 @@ def build_problem(
             node = sources[asked.tie]  # the argument reads the result, as a carry of a loop does
             node.operands[0] = value
         else:
-            node = b.carrier("sink", Carried(var.aval, pin=asked.pin), [value], [])
+            back = None if value is None or asked.pin is not None or asked.back is None else sources[asked.back]
+            outs = [] if back is None else [(var.aval, 1.0)]
+            node = b.carrier("sink", Carried(var.aval, pin=asked.pin), [value], outs)
             node.plain, node.path = asked.pin is None, path
+            if back is not None:
+                back.operands[0] = node.results[0]
+                b.read(node.results[0], back, 0, NEXT_CALL)
         b.read(value, node, 0, 1.0)
         sinks.append(node)
     _keep_sums_apart(b)

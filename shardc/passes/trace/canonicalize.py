@@ -43,8 +43,9 @@ INLINED: Final = {
 Differentiation and batching are over, so their own rules for these are not needed any more.
 """
 
-IDENTITIES: Final = ("relayout", "with_memory_space_constraint")
-"""Hints about how one device stores a value. They are dropped: a plan decides where values are."""
+IDENTITIES: Final = ("relayout", "with_memory_space_constraint", "to_edtype", "from_edtype")
+"""Hints about how one device stores a value, and types of numbers that mean something to differentiation alone. They
+are dropped: a plan decides where values are, and differentiation is over."""
 EVERY: Final = "*"
 """In `replicate`: all primitives without a rule."""
 _PLANNED: Final = frozenset((
@@ -75,6 +76,8 @@ class _Inliner:
         self.marks, self.untyped, self.replicate = marks, untyped, replicate
 
     def fresh(self, aval: Any) -> Var:
+        if compat.is_typed_number(getattr(aval, "dtype", None)):
+            aval = compat.shaped_array(aval.shape, compat.number_of(aval.dtype))
         typed = self.untyped or compat.has_sharding(aval)
         return compat.fresh_var(compat.without_sharding(aval) if typed else aval)
 
@@ -214,6 +217,8 @@ def _inlined(eqn: Eqn, invars: Sequence[Atom]) -> tuple[ClosedJaxpr, Sequence[At
         reduce, (x,) = _OVER_DIMENSIONS[eqn.primitive.name], invars
         value = jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype)
         return jax.make_jaxpr(lambda x: reduce(x, eqn.params["axes"]))(value), invars
+    if eqn.primitive.name == "add_any" and compat.is_typed_number(eqn.outvars[0].aval.dtype):
+        return compat.sum_of_typed(eqn.outvars[0].aval), invars
     body = next((eqn.params[k] for k in INLINED.get(eqn.primitive.name, ()) if k in eqn.params), None)
     return None if body is None else (body, invars)
 
@@ -307,6 +312,7 @@ def canonicalize(
     without a rule get signatures (`find_signatures`), except primitives in `replicate`. Lookups by row numbers are
     batched (`batch_lookups`), transposes folded into products (`fold_transposes`).
     """
+    closed = compat.without_refs(closed)
     invars = [compat.fresh_var(compat.without_sharding(v.aval)) for v in closed.jaxpr.invars]
     captured: list[Any] = []
     consts: list[Atom] = []

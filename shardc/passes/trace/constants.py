@@ -83,6 +83,9 @@ def has_hash(x: object) -> bool:
 def why_no_constant(name: str, inner: str, x: Any) -> str | None:
     """A line for an error about the leaf `inner` of the argument `name`; None if it is a constant."""
     at, kind = "/".join(filter(None, (name, inner))), type(x).__name__
+    if isinstance(x, jax.Ref):
+        value = f"{_word(inner) if inner else name}[...]"
+        return f"{at}: a Ref is written to where it lives; pass its value, {value}, and return the new one."
     if not has_hash(x):
         frozen = f"write @dataclass(frozen=True) above {kind}, with hashable fields" if is_dataclass(x) else ""
         return f"{at}: a {kind} is neither an array nor a hashable constant; {frozen or 'pass an array'}."

@@ -394,6 +394,12 @@ def trace(
     """
     dynamic = [i for i, x in enumerate(call.leaves) if is_array(x)]
     avals = [leaf_aval(call.leaves[i]) for i in dynamic]
+    if typed := [
+        f"{call.paths[i]}: {a.dtype}" for i, a in zip(dynamic, avals, strict=True) if compat.is_typed_number(a.dtype)
+    ]:
+        raise ArgumentError(
+            all_offenders(f"{arguments.where}: types for gradients; pass the numbers as they are", typed)
+        )
     out_info: list[Any] = []
 
     def flat(*values: Any) -> list[Any]:
@@ -409,6 +415,12 @@ def trace(
             f"{f'result {path_text(p)}'.rstrip()} is {x!r}, a {type(x).__name__}; return an array, or leave it out."
             for p, x in pairs
             if not is_array(x)
+        ]
+        bad += [
+            f"{f'result {path_text(p)}'.rstrip()} is of {x.dtype}, a type for gradients; return "
+            f'jax.lax.convert_element_type(x, "{compat.number_of(x.dtype)}").'
+            for p, x in pairs
+            if is_array(x) and compat.is_typed_number(x.dtype)
         ]
         if bad:
             modules = any(map(_is_equinox, jax.tree.leaves(out, is_leaf=_is_equinox)))
@@ -427,6 +439,14 @@ def trace(
             for note in _notes(error, call):
                 error.add_note(note)
             raise
+    if refs := [x for x in closed.consts if isinstance(x, jax.Ref)]:
+        raise TracingError(
+            all_offenders(
+                f"{arguments.where} reads or writes Refs that were made outside of it; pass their values as arguments, "
+                "and return the new ones",
+                [str(jax.typeof(r)) for r in refs],
+            )
+        )
     with without_mesh():
         jaxpr, captured = canonicalize(closed, marks, replicate)
     ordered = [e for e in all_eqns(jaxpr) if e.primitive.name not in NESTED and _is_ordered(e, marks)]

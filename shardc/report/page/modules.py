@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -42,8 +43,8 @@ def seconds_of(row: EquationRow) -> list[tuple[Collective, float]]:
     """The collectives of an equation with their seconds. Those of one kind share its seconds by their bytes."""
     sent = Counter[str]()
     for c in row.collectives:
-        sent[c.kind] += c.bytes
-    return [(c, getattr(row.time, c.kind) * c.bytes / sent[c.kind]) for c in row.collectives]
+        sent[c.kind] += int(c.bytes) if c.is_known else 0
+    return [(c, getattr(row.time, c.kind) * c.bytes / sent[c.kind] if c.is_known else 0.0) for c in row.collectives]
 
 
 class _Texts(dict[str, int]):
@@ -84,7 +85,7 @@ def modules_data(programs: Iterable[PlacedRows]) -> dict[str, Any]:
         for name, line in lines.items():
             operations = ", ".join(f"{op} x{n}" if n > 1 else op for op, n in line.operations.most_common())
             moves += [
-                (len(made_lines), *(texts[word] for word in words), int(count), int(size), rounded(seconds))
+                (len(made_lines), *(texts[word] for word in words), int(count), size_data(size), rounded(seconds))
                 for words, (count, size, seconds) in line.moves.items()
             ]
             words = numbers[scopes], texts[name], texts[operations], texts[line.makes]
@@ -101,7 +102,12 @@ def totals_data(programs: Iterable[PlacedRows]) -> list[tuple[Any, ...]]:
             for i, more in enumerate((c.count, c.bytes, seconds)):
                 sums[i] += more * times
     found = sorted(totals.items(), key=lambda item: -item[1][2])
-    return [(*key, int(count), int(size), rounded(seconds)) for key, (count, size, seconds) in found]
+    return [(*key, int(count), size_data(size), rounded(seconds)) for key, (count, size, seconds) in found]
+
+
+def size_data(size: float) -> int | None:
+    """A number of bytes; None if it is unknown."""
+    return None if math.isnan(size) else int(size)
 
 
 def rounded(number: float) -> float:

@@ -18,6 +18,7 @@ const h = (tag, attributes, ...children) => fill(document.createElement(tag), at
 const s = (tag, attributes, ...children) => fill(document.createElementNS(SVG, tag), attributes, children);
 
 function bytesText(count) {
+  if (count === null || Number.isNaN(count)) return "unknown";
   if (count < 1024) return `${Math.round(count)} byte${count === 1 ? "" : "s"}`;
   for (const unit of ["KiB", "MiB", "GiB"]) {
     count /= 1024;
@@ -240,7 +241,7 @@ function drawProgram(body) {
   const found = lines.map(([node, line, operations, makes, seconds]) => ({
     node, line: texts[line] || "made by shardc", operations: texts[operations], makes: texts[makes], seconds, bytes: 0, moves: []}));
   for (const [line, kind, axes, value, src, dst, why, count, bytes, seconds] of moves) {
-    found[line].bytes += bytes;
+    found[line].bytes += bytes === null ? NaN : bytes;
     found[line].moves.push({text: `${texts[kind]} over ${texts[axes] || "no axis"}: ${texts[value]}`, from: texts[src], to: texts[dst],
       why: texts[why], count, bytes, seconds});
   }
@@ -254,7 +255,7 @@ function drawProgram(body) {
   const root = tree[0], whole = root.seconds || 1;
   let byTime = false;
   const figures = of => [share(of.seconds / whole), h("span", {class: "number"}, of.seconds ? secondsText(of.seconds) : "-"),
-    h("span", {class: "number"}, of.bytes ? bytesText(of.bytes) : "-")];
+    h("span", {class: "number"}, of.bytes !== 0 ? bytesText(of.bytes) : "-")];
   const path = node => node.above < 0 ? "" : `${path(tree[node.above])}${node.above > 0 ? "/" : ""}${node.name}`;
 
   function lineRow(line, depth, name) {
@@ -305,7 +306,7 @@ function drawTotals(body) {
   body.append(h("div", {class: "wide"}, h("table", {},
     h("thead", {}, h("tr", {}, h("th", {}, "over"), h("th", {}, "collective"), ["times", "bytes", "of all bytes", "time"].map(n => h("th", {class: "number"}, n)), h("th", {style: "width: 26%"}, ""))),
     h("tbody", {}, data.totals.map(([axes, kind, count, bytes, seconds]) => h("tr", {}, h("td", {}, axes), h("td", {}, kind),
-      [String(count), bytesText(bytes), `${(100 * bytes / whole).toFixed(1)}%`, secondsText(seconds)].map(t => h("td", {class: "number"}, t)),
+      [String(count), bytesText(bytes), bytes === null ? "" : `${(100 * bytes / whole).toFixed(1)}%`, secondsText(seconds)].map(t => h("td", {class: "number"}, t)),
       h("td", {style: "vertical-align: middle"}, share(seconds / most))))))));
 }
 

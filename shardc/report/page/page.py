@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from shardc.errors import ArgumentError, writing
+from shardc.ir.collective import unknown_among
 from shardc.pipeline.plan import MpmdPlan, PlanView
 from shardc.plan.plan import SpmdPlan
 from shardc.report.chart import Chart, planned_chart
-from shardc.report.explain import notes_of, optimality_text, sections_of, why_placed
+from shardc.report.explain import notes_of, proof_text, sections_of, why_placed
 from shardc.report.page.charts import chart_data, course_data, ranks_data
 from shardc.report.page.equations import program_rows
 from shardc.report.page.modules import PlacedRows, modules_data, totals_data
@@ -153,11 +154,16 @@ def figures_of(plan: PlanView) -> list[Figure]:
     hbm = plan.memory.worst.capacity if isinstance(plan, MpmdPlan) else plan.mesh.topology.hbm
     share = memory.peak / hbm
     computing = percent_text(time.computing / time.total if time.total else 0.0)
+    unknown = unknown_among(c for _, c in plan.moves)
+    without = f"; unknown: {', '.join(unknown)}" if unknown else ""
+    least = "at least " * bool(unknown)
+    most = "at most " * (not unknown and any(c.at_most for _, c in plan.moves))
+    sent = most + bytes_text(plan.bytes_per_device)
     found = [
-        Figure("Time of a call", seconds_text(plan.seconds), f"{computing} computing"),
-        Figure("Sent by a device", bytes_text(plan.bytes_per_device), number_text(len(plan.moves), "collective")),
+        Figure("Time of a call", least + seconds_text(plan.seconds), f"{computing} computing{without}"),
+        Figure("Sent by a device", sent, number_text(len(plan.moves), "collective") + without),
         Figure("Peak memory", bytes_text(memory.peak), f"{percent_text(share)} of {bytes_text(hbm)}", share),
-        Figure("Proof", optimality_text(plan.gap), "against the optimum of the cost model"),
+        Figure("Proof", proof_text(plan), "against the optimum of the cost model"),
     ]
     if isinstance(plan, SpmdPlan) and plan.offloaded is not None:
         moving = f"for each device; {seconds_text(time.host)} of moves a call"

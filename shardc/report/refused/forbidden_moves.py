@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 from shardc.errors import ForbiddenMoveError, all_offenders
 from shardc.ir.collective import Collective
@@ -59,6 +60,9 @@ def _first(lines: Sequence[str]) -> list[str]:
 def _planned_line(source: str, found: Sequence[Collective]) -> str:
     c, count = found[0], sum(f.count for f in found)
     way = f", {placement_text(c.src)} -> {placement_text(c.dst)}" if c.src != c.dst else ""
+    if not c.is_known:
+        what = f"{c.value} at {source}, of which shardc does not know what it moves, over {', '.join(c.axes)}"
+        return times_text(what, count)
     sent = bytes_text(sum(f.bytes for f in found))
     return times_text(f"{c.kind} over {', '.join(c.axes)} of {c.value}{way}, {sent}, at {source}", count)
 
@@ -73,18 +77,30 @@ def _moves(plan: SpmdPlan, forbidden: Forbidden) -> bool:
 
 
 def _asking_pins(plan: SpmdPlan, forbidden: Forbidden) -> str:
-    """The user's pins without which a program keeps what is forbidden, as text."""
+    """The user's pins without which a program keeps what is forbidden, as text; or the arguments that were passed in a
+    placement without which it does."""
     asked = Counterfactual(plan)
-    by_user: list[tuple[Key, str, Node]] = [
-        ((), source_of(n, pin), n) for n, pin in asked.pins.items() if is_from_user(n, pin)
+    pins = {n: pin for n, pin in asked.pins.items() if pin.fixed != frozenset()}
+    by_user: list[tuple[Key, str, Node]] = [((), source_of(n, p), n) for n, p in pins.items() if is_from_user(n, p)]
+    passed: list[tuple[Key, str, Node]] = [
+        ((), n.path, n) for n, p in pins.items() if n in asked.problem.sources and not is_from_user(n, p)
     ]
-    if not by_user or _moves(asked.without([n for _, _, n in by_user]).plan, forbidden):
-        return "It is not for the pins: the computation asks for it, or a result that has to be whole. Forbid less."
-    lines: list[str] = []
-    for _, names, nodes in fold_rows(by_user):
-        if not _moves(asked.without(nodes).plan, forbidden):
-            at = ", ".join(dict.fromkeys(pin_text(asked.pins[n]) for n in nodes))
-            lines.append(times_text(f"{fold_paths(names)} at {at}", len(names)))
-    if not lines:
-        return "The pins together ask for it, no single one does: leave several open (AUTO), or forbid less."
-    return all_offenders("It can be kept if one of these pins is left open (AUTO):", _first(lines))
+    for rows, one, all_of_them in (
+        (by_user, "It can be kept if one of these pins is left open (AUTO):", _ALL_PINS),
+        (passed, "It can be kept if one of these arguments is passed in another placement:", _ALL_PASSED),
+    ):
+        if rows and not _moves(asked.without([n for _, _, n in rows]).plan, forbidden):
+            lines: list[str] = []
+            for _, names, nodes in fold_rows(rows):
+                if not _moves(asked.without(nodes).plan, forbidden):
+                    at = ", ".join(dict.fromkeys(pin_text(asked.pins[n]) for n in nodes))
+                    lines.append(times_text(f"{fold_paths(names)} at {at}", len(names)))
+            return all_offenders(one, _first(lines)) if lines else all_of_them
+    return "It is not for the pins: the computation asks for it, or a result that has to be whole. Forbid less."
+
+
+_ALL_PINS: Final = "The pins together ask for it, no single one does: leave several open (AUTO), or forbid less."
+_ALL_PASSED: Final = (
+    "The placements in which arguments were passed ask for it together, no single one does: pass them from the host, "
+    "or forbid less."
+)
