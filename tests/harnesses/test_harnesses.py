@@ -190,7 +190,7 @@ def test_a_function_beside_jit(monkeypatch):
         with pytest.raises(TypeError):
             beside_jit.Beside(lambda x: x + "a")(x)
         each = dict.fromkeys([f"{how}: {what}" for how in HOW for what in ("the same", "errors, as jit")], 1)
-        assert beside_jit.COUNTS == each
+        assert each == beside_jit.COUNTS
         monkeypatch.setattr(shardc, "function", lambda fn, **_: lambda x: fn(x) + 1)
         beside_jit.Beside(lambda x: x * 2)(x)
     assert [text.partition("differ")[0] for text in beside_jit.WRONG] == [f", {how}: values " for how in HOW]
