@@ -667,6 +667,12 @@ AUTOMATIC = {
         ),
         (X, W),
     ),
+    "norm of a lookup": (
+        lambda e, w: jax.grad(
+            lambda w: (jnp.einsum("bd,d->bd", e.at[IDS[0]].get(out_sharding=AUTO_WHOLE), w) ** 2).sum()
+        )(w),
+        (E, W[0]),
+    ),
     "embedding": (
         lambda e, w: jax.grad(lambda e: (normalized(e.at[IDS[0]].get(out_sharding=AUTO_WHOLE), w) ** 2).sum())(e),
         (E, W[0]),
