@@ -636,7 +636,7 @@ AUTO_WHOLE, AUTO_ROWS = NamedSharding(AUTO, WHOLE), NamedSharding(AUTO, ROWS)
 
 
 def normalized(x, w):
-    """As MaxText's norm: an einsum with `out_sharding`, of which JAX reshards the gradient to the type of `w`."""
+    """A norm by an einsum that says where its result lies."""
     return jnp.einsum("bd,d->bd", x * lax.rsqrt((x**2).mean(-1, keepdims=True)), w, out_sharding=AUTO_WHOLE)
 
 
@@ -669,7 +669,7 @@ AUTOMATIC = {
     ),
     "norm of a lookup": (
         lambda e, w: jax.grad(
-            lambda w: (jnp.einsum("bd,d->bd", e.at[IDS[0]].get(out_sharding=AUTO_WHOLE), w) ** 2).sum()
+            lambda w: (jnp.einsum("bd,d->bd", e.at[IDS[0]].get(out_sharding=AUTO_WHOLE), w + 0.0) ** 2).sum()
         )(w),
         (E, W[0]),
     ),
