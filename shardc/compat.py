@@ -223,6 +223,27 @@ def api_boundary(fn: F) -> F:
     return _traceback_util.api_boundary(fn)
 
 
+_REMOVED: Final = _traceback_util._simplified_tb_msg  # pyright: ignore[reportPrivateUsage]
+FRAMES_NOTE: Final = f"--------------------\n{_REMOVED}"
+"""What JAX notes in an error below a function of `api_boundary`."""
+_filtering: Final = _traceback_util._filtering_mode  # pyright: ignore[reportPrivateUsage]
+
+
+def interruptible(fn: F) -> F:
+    """Mark a function that users call and that waits for long: what ends it, as Ctrl-C, has no such frames either."""
+
+    @functools.wraps(fn)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return fn(*args, **kwargs)
+        except BaseException as error:
+            if error.__traceback__ is not None and _filtering() not in ("off", "tracebackhide"):
+                error.with_traceback(_traceback_util.filter_traceback(error.__traceback__))
+            raise
+
+    return cast(F, called)
+
+
 def users_level() -> int:
     """The `stacklevel` for a warning of the caller that shows the user's line."""
     callers = [frame.filename for frame in inspect.stack(0)[1:]]
@@ -445,7 +466,7 @@ def keys_of_words(words: jax.Array, dtype: Any) -> jax.Array:
 # Why: differentiation knows extended dtypes that are no keys by their rules; a compiled program has their numbers.
 def is_typed_number(dtype: Any) -> bool:
     """Whether a dtype is an extended one, each element of which is a number: none of keys."""
-    if not isinstance(dtype, ExtendedDType) or jax.numpy.issubdtype(dtype, jax.dtypes.prng_key):
+    if not isinstance(dtype, ExtendedDType) or jax.dtypes.issubdtype(cast(Any, dtype), jax.dtypes.prng_key):
         return False
     return not _core.physical_element_aval(dtype).shape
 

@@ -124,6 +124,18 @@ class RoundFailedError(StepFailedError):
         self.given = given
 
 
+class RunEnds(SystemExit):  # nothing is wrong
+    """The end of a run that SIGTERM has asked to end: all its processes have saved a step. Its exit code is 143.
+
+    Attributes:
+      step: the step.
+    """
+
+    def __init__(self, step: int) -> None:
+        super().__init__(143)
+        self.step = step
+
+
 class CheckpointError(ShardcError, RuntimeError):
     """A checkpoint that cannot be written, or one that does not hold the state that is asked for."""
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import jax
 import numpy as np
@@ -14,8 +14,10 @@ from jax.sharding import AbstractMesh, Mesh
 
 from shardc import compat
 from shardc.api import function
+from shardc.arrays.frozen import frozen
 from shardc.arrays.gone import refuse_gone
 from shardc.calls.watch import notify_called, notify_made
+from shardc.dataflow.beginning import LateValues
 from shardc.dataflow.chart import flow_chart
 from shardc.dataflow.explain import flow_sections
 from shardc.dataflow.host import Host, checked_host
@@ -30,7 +32,7 @@ from shardc.dataflow.work import HOST, HostWork, is_like
 from shardc.errors import ArgumentError, FlowError, MeshError, all_offenders
 from shardc.execute.call_cache import has_tracers
 from shardc.machine.mesh import AnyMesh
-from shardc.passes.trace.constants import key_of, why_no_constant
+from shardc.passes.trace.constants import is_foreign_array, key_of, why_no_constant
 from shardc.passes.trace.trace import is_array, leaves_by_path, path_text, settings, where_of
 from shardc.report.chart import Chart
 from shardc.report.drawn import Drawn
@@ -81,6 +83,12 @@ class FlowPlan(PlannedFlow):
 
     def _repr_html_(self) -> str | None:
         return sections_html(flow_sections(self))
+
+    @property
+    def pending(self) -> dict[str, list[jax.ShapeDtypeStruct]]:
+        """What a run leaves in its `.pending`, described: with the state, all that a later run needs to go on. Empty if
+        nothing is late. For `saved.last(or_else=(state, plan.pending))`."""
+        return LateValues(self.built).shapes()
 
     def trace(self, path: str | Path, *, rounds: int = 8, seconds: Mapping[str, Any] | None = None) -> None:
         """Writes some simulated rounds as a trace in JSON, for https://ui.perfetto.dev or chrome://tracing.
@@ -162,7 +170,7 @@ class Flow:
                 f"of that round: state, given = {self.name}(state{', item' if self._has_item else ''})."
             )
         wrong = [
-            f"{'/'.join(filter(None, (what, path_text(path))))} is {x!r}."
+            f"{'/'.join(filter(None, (what, path_text(path))))} is {x!r}{_AS_ARRAY * is_foreign_array(x)}."
             for path, x in pairs
             if not is_array(x) and (what == "item" or why_no_constant(what, path_text(path), x))
         ]
@@ -179,12 +187,13 @@ class Flow:
         round = Round(self.name, self.where)
         leaves, tree = jax.tree.flatten(item)
         source = _Inputs(self.where, [aval_of(x) for x in leaves], tree)
-        node = round.add("inputs", source, [None], source.results)
+        node = round.add("inputs", source, [None], source.results, called=self)
         round.trace(self._fn, state, node if self._has_item else None, tree)
         return FlowPlan(round, self._credits)
 
     # -- runs
 
+    @compat.interruptible
     @compat.api_boundary
     def __call__(self, state: Any, item: Any = None) -> tuple[Any, Any]:
         """One round: the new state, and what the round gave. In another flow's round it is a part of that one."""
@@ -193,6 +202,7 @@ class Flow:
         state, given = self.run(state, [item] if self._has_item else None, rounds=1)
         return state, given[0]
 
+    @compat.interruptible
     @compat.api_boundary
     def run(
         self, state: Any, inputs: Iterable[Any] | None = None, *, rounds: int | None = None,
@@ -202,10 +212,12 @@ class Flow:
 
         Args:
           state: pytree of arrays. Where a function donates it, its buffers are taken.
-          inputs: the item of each round; read ahead by as many as there are credits.
+          inputs: the item of each round; read ahead by as many as there are credits. NumPy arrays are copied. In
+            several processes those of process 0 are read; the others give as many, or an iterator without length, of
+            items of the same types.
           rounds: the most rounds; None: until the inputs or a host function have no more.
-          pending: what delayed channels hold when the run begins, as `.pending` of the run before says it. None: values
-            of rounds before the first one are what the state is, or `first=` of `shardc.late`.
+          pending: what rounds before the first one made that late values are, as `.pending` of the run before has it.
+            None, or shapes as `plan.pending` has them: what the state is, or `first=` of `shardc.late`.
           record: whether to wait for every node and keep its times, for `.seconds`, `.spans` and the pictures of what
             comes back. Slower than a plain run: nothing is launched ahead.
 
@@ -214,6 +226,7 @@ class Flow:
 
         Raises:
           ArgumentError: the state was donated to a call or another run.
+          DisagreementError: processes give another state, other pending values or another number of rounds.
           MeshError: a mesh has no devices.
           RoundFailedError: a node failed; the error has the state of the last complete round.
         """
@@ -232,7 +245,7 @@ class Flow:
             except StopIteration:
                 return state, Rounds([], pending or {})
             plan = self.plan(state, first)
-            items = _Items(self.where, first, iterator)
+            items = _Items(self.where, first, iterator, len(inputs) if isinstance(inputs, Sized) else None)
         elif inputs is not None:
             raise ArgumentError(
                 f"{self.where} takes no item; write `def {self.name}(state, item):`, or give no inputs."
@@ -271,6 +284,9 @@ class Flow:
             run.close()
 
 
+_AS_ARRAY: Final = ", an array of another library; pass np.asarray of it"
+
+
 class _Inputs(HostWork):
     """The inputs of a run as a node: it gives the item of each round."""
 
@@ -289,10 +305,19 @@ class _Inputs(HostWork):
 
 
 class _Items:
-    """The items of one run, the first of them seen already."""
+    """The items of one run, the first of them seen already.
 
-    def __init__(self, where: str, first: Any, rest: Iterator[Any]) -> None:
-        self._where, self._first, self._rest = where, [first], rest
+    Attributes:
+      count: how many there are; None if the inputs do not say it.
+    """
+
+    def __init__(self, where: str, first: Any, rest: Iterator[Any], count: int | None) -> None:
+        self._where, self._first, self._rest, self.count = where, [first], rest, count
+
+    @property
+    def first(self) -> list[Any]:
+        """The leaves of the first item, until it is taken."""
+        return jax.tree.leaves(self._first)
 
     def next(self, work: _Inputs, round: int) -> list[Any]:
         item = self._first.pop() if self._first else next(self._rest)
@@ -303,7 +328,8 @@ class _Items:
                 f"item {round} has another structure than the first one:\n  first {work.out_tree}\n  now   {tree}"
             )
         arrays = [
-            x if hasattr(x, "dtype") else np.asarray(x, a.dtype) for x, a in zip(leaves, work.results, strict=True)
+            x if isinstance(x, jax.Array) else frozen(x, None if hasattr(x, "dtype") else a.dtype)
+            for x, a in zip(leaves, work.results, strict=True)
         ]
         wrong = [
             f"leaf {i}: {_short(x)} after {_short(a)}."
@@ -378,9 +404,10 @@ def host(  # noqa: PLR0913  # a public face
 ) -> Any:  # fmt: skip
     """Make plain Python a node of rounds: a reader, a simulator, an evaluation, a log.
 
-    Each call in a round runs in a thread of its own, once a round, in the order of rounds; it is given NumPy arrays,
-    and gives up what it returns: it must not write into it later. A function that raises StopIteration ends the run
-    after the round before, if the new state needs its result and nothing has changed the state in that round before.
+    Each call in a round runs in a thread of its own, once a round, in the order of rounds. It is given NumPy arrays
+    that are read-only: others read them too. What it returns is copied, unless it is read-only, so it may fill the same
+    array in each round. A function that raises StopIteration ends the run after the round before, if the new state
+    needs its result and nothing has changed the state in that round before.
 
     Args:
       fn: the function.
@@ -392,7 +419,8 @@ def host(  # noqa: PLR0913  # a public face
         "ray": an actor of Ray each, placed on its cluster.
       process: of a run of several processes the one that calls it; None: that of what reads its results.
       credits: results that may lie ready: how far a reader reads ahead. None: as the flow says.
-      deadline: seconds after which a call that has not returned is an error.
+      deadline: seconds after which a call that has not returned is an error. The start of a process has two minutes. A
+        process that is late shows on standard error where it is.
       seconds: of one call, for plans and simulations.
 
     Returns:
@@ -476,6 +504,7 @@ def late(x: Any, rounds: int, *, first: Any = None) -> Any:
         raise ArgumentError(all_offenders("shardc.late: first= stands for values of another shape or dtype:", unlike))
     if not rounds:
         return x
+    firsts = [frozen(f) if isinstance(f, np.ndarray) else f for f in firsts]  # as they are now
     made = [
         RoundValue(v.aval, LateOrigin(v, rounds, f), v.round, f"late({v.name}, {rounds})")
         for v, f in zip(leaves, firsts, strict=True)

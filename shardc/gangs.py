@@ -47,6 +47,11 @@ class SharedCallable:
         """The callable's own `plan`: of a function, the method that plans a call."""
         return self._fn.plan
 
+    @property
+    def latest(self) -> Any:
+        """The callable's own `latest`, with the plan of its last call, for `shardc.progress`."""
+        return getattr(self._fn, "latest", None)
+
     def __repr__(self) -> str:
         return f"SharedCallable({self.client.name}, weight={self.client.weight:g})"
 
@@ -76,10 +81,10 @@ class Gang(Scheduler):
       ArgumentError: `in_flight` is no positive integer.
 
     Examples:
-      >>> from shardc.api import function
-      >>> from shardc.machine.mesh import make_mesh
-      >>> gang = Gang(in_flight=2)
-      >>> train = gang.share(function(lambda x: x + 1, mesh=make_mesh(data=1)), weight=3, name="train")
+      >>> import shardc
+      >>> gang = shardc.Gang(in_flight=2)
+      >>> step = shardc.function(lambda x: x + 1, mesh=shardc.make_mesh(data=1))
+      >>> train = gang.share(step, weight=3, name="train")
       >>> float(train(1.0)), list(gang.log)
       (2.0, ['train'])
     """
@@ -109,6 +114,10 @@ class Gang(Scheduler):
         if isinstance(fn, SharedCallable) and fn.client.gang is self:
             raise ArgumentError(f"Gang.share: {fn.client.name} is a client of this gang already.")
         return SharedCallable(fn, self.client(_name_of(fn) if name is None else name, weight, seconds))
+
+    def __repr__(self) -> str:
+        clients = ", ".join(f"{c.name} (weight {c.weight:g})" for c in self.clients.values())
+        return f"Gang({clients or 'no clients'}, in_flight={self.in_flight})"
 
     def explain(self) -> str:
         """A table of the clients: weight, programs that began, their seconds by price and as measured, and the shares

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 from collections.abc import Iterator
 
+import shardc
 from scripts.rooms import modules, nodes_of
 
 HEADLESS = re.compile(
@@ -40,3 +42,9 @@ def test_a_public_class_name_stands_once():
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 found.setdefault(node.name, []).append(name)
     assert {name: where for name, where in found.items() if len(where) > 1} == {}
+
+
+def test_examples_of_public_names_import_what_is_public():
+    inner = re.compile(r">>> (from shardc\.|import shardc\.)(?!flax|equinox)")
+    public = {name: inspect.getdoc(getattr(shardc, name)) or "" for name in shardc.__all__}
+    assert [name for name, text in public.items() if inner.search(text)] == []

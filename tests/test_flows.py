@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import traceback
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -313,9 +317,105 @@ def test_options_of_a_host_function(options, text):
     assert text_of(ArgumentError, shardc.host, three, **options) == f"shardc.host, {said}: {text}."
 
 
+def log(x):
+    return "a text that nobody reads"
+
+
+def numbered(copy, x):
+    return x
+
+
+NOTHING = (
+    "log gives nothing (gives=None), and {}; say what it returns, as "
+    "shardc.host(log, gives=jax.ShapeDtypeStruct(shape, dtype))."
+)
+
+
+@pytest.mark.parametrize(
+    ("body", "taker"),
+    [
+        (lambda w, x: (add(w, shardc.host(log)(x)), None), "add takes it"),
+        (lambda w, x: (add(w, x=shardc.host(log, deadline=1.0)(x)), None), "add takes it"),
+        (lambda w, x: (w, shardc.host(half, gives=SHAPE)({"a": shardc.host(log)(x)})), "half takes it"),
+        (lambda w, x: (shardc.every(2, shardc.host(log))(x), None), "the state takes it"),
+        (lambda w, x: (shardc.shared(X, on=MESH).change(add, shardc.host(log)(x)), None), "add takes it"),
+    ],
+)
+def test_a_result_of_a_function_that_gives_nothing(body, taker):
+    text = text_of(FlowError, run, body)
+    assert text == f"HERE: results that are not there:\n  {NOTHING.format(taker)}"
+
+
+def test_an_operation_on_a_result_that_is_not_there():
+    text = text_of(TracingError, run, lambda w, x: (w, 2 * shardc.host(log)(x)))
+    assert text == "HERE: " + NOTHING.format("the round takes a product with it")
+
+
+@pytest.mark.parametrize("options", [{}, {"copies": 2}, {"deadline": 60.0}])
+def test_what_a_function_of_gives_none_returns_is_ignored(options):
+    fn = numbered if "copies" in options else log
+    w, given = run(lambda w, x: (add(w, x), {"log": shardc.host(fn, **options)(x), "more": (w, None)}))
+    np.testing.assert_array_equal(w, 4 * X)
+    assert [g["log"] for g in given] == [None] * 3
+
+
+@pytest.mark.parametrize(
+    ("body", "text"),
+    [
+        (
+            lambda w, x: (w, shardc.host(log, gives=SHAPE, copies=8)(x)),
+            "HERE calls log (test_flows.py:{log}), which takes (x): too many positional arguments; with copies= the "
+            "first argument is the number of the copy.",
+        ),
+        (
+            lambda w, x: (w, shardc.host(numbered, gives=SHAPE)(x)),
+            "HERE calls numbered (test_flows.py:{numbered}), which takes (copy, x): missing a required argument: 'x'.",
+        ),
+        (
+            lambda w, x: (w, shardc.host(log, gives=SHAPE)(x, at=x)),
+            "HERE calls log (test_flows.py:{log}), which takes (x): got an unexpected keyword argument 'at'.",
+        ),
+    ],
+)
+def test_a_call_of_a_host_function_that_does_not_fit(body, text):
+    lines = {fn.__name__: fn.__code__.co_firstlineno for fn in (log, numbered)}
+    assert text_of(ArgumentError, run, body) == text.format(**lines)
+
+
+def test_how_a_host_function_a_shared_state_and_a_gang_print():
+    line = log.__code__.co_firstlineno
+    assert repr(shardc.host(log)) == f"Host(log (test_flows.py:{line}), where='thread')"
+    assert repr(shardc.host(log, copies=8, where="process")) == (
+        f"Host(log (test_flows.py:{line}), copies=8, where='process')"
+    )
+    assert repr(shardc.shared({"a": X, "b": X}, on=MESH)) == "Shared(2 arrays on data=2, 0 changes)"
+    gang = shardc.Gang(in_flight=3)
+    assert repr(gang) == "Gang(no clients, in_flight=3)"
+    gang.share(add, weight=2)
+    gang.share(half, name="small")
+    assert repr(gang) == "Gang(add (weight 2), small (weight 1), in_flight=3)"
+
+
+def test_an_interrupt_has_no_frames_of_shardc():
+    def read(x):
+        os.kill(os.getpid(), signal.SIGINT)
+        return x
+
+    host = shardc.host(read, gives=SHAPE)
+    flow = shardc.flow(lambda w, x: (add(w, host(x)), None))
+    for call in (lambda: flow.run(X, [X]), lambda: flow(X, X)):
+        with pytest.raises(KeyboardInterrupt) as caught:
+            call()
+        files = {frame.filename for frame in traceback.extract_tb(caught.value.__traceback__)}
+        assert files == {__file__}
+    flow.close()
+
+
 def test_pending_of_another_run():
     text = text_of(FlowError, PAIR.run, X, [X], pending={"a": [X]})
-    assert text == f"{PAIR.where}: pending= is not what a run of this flow has left."
+    assert (
+        text == f"{PAIR.where}: pending= is not what a run of this flow has left:\n  a is no late value of this flow."
+    )
 
 
 # ---- items

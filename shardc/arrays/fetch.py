@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, Final
 
 import jax
 import numpy as np
@@ -12,8 +13,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardc import compat
 from shardc.arrays.placed import has_every_piece, in_bytes, is_placed, on_host
+from shardc.errors import number_text
+from shardc.machine.devices import meet
 from shardc.sbp.layout import to_logical
 from shardc.sbp.signature import is_extended
+
+_LONG: Final = 100
+"""The most characters of the types of arrays that are shown."""
 
 
 def values(tree: Any) -> Any:
@@ -35,11 +41,19 @@ def _gathered(leaves: Sequence[Any]) -> list[Any]:
         if isinstance(x, jax.Array) and not x.is_fully_addressable and not _is_here(x):
             by_mesh.setdefault(_mesh_of(x), []).append(i)
     for mesh, numbers in by_mesh.items():
+        meet(mesh.devices.flat, "shardc.fetch", {"the arrays": _types_text([leaves[i] for i in numbers])})
         with compat.at_once(), jax.debug_nans(False), jax.debug_infs(False):  # a copy computes nothing
             made = _gatherer(mesh)([_words(leaves[i]) for i in numbers])
         for i, x in zip(numbers, made, strict=True):
             found[i] = _Whole(leaves[i], np.asarray(x).astype(_words(leaves[i]).dtype))
     return found
+
+
+def _types_text(xs: Sequence[Any]) -> str:
+    """The types of arrays, in few characters: `2 arrays, float32[8], int32[4,4]`."""
+    types = ", ".join(x.aval.str_short() for x in xs)
+    digest = f" ..., digest {zlib.crc32(types.encode()):08x}"
+    return f"{number_text(len(xs), 'array')}, {types if len(types) <= _LONG else types[:_LONG] + digest}"
 
 
 class _Whole:

@@ -14,6 +14,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from shardc import compat
 from shardc.errors import ArgumentError
+from shardc.machine.devices import meet
 from shardc.machine.mesh import AnyMesh
 from shardc.sbp.layout import (
     bits_of,
@@ -187,11 +188,14 @@ class PlacedArray(jax.Array):
         return self.read(NamedSharding(self.mesh, PartitionSpec()))
 
     def read(self, sharding: NamedSharding | None = None) -> jax.Array:
-        """The logical value as a plain jax.Array, at `sharding`, by default at `self.sharding`."""
+        """The logical value as a plain jax.Array, at `sharding`, by default at `self.sharding`. If pieces of it are in
+        other processes, all of them read it together."""
         with compat.at_once():
             return self._on_devices(self._alive(), self.sharding if sharding is None else sharding)
 
     def _on_devices(self, parts: tuple[Any, ...], sharding: NamedSharding) -> jax.Array:
+        if not (parts[0].is_fully_addressable or has_every_piece(parts[0])):
+            meet(self.mesh.devices.flat, f"read of {self!r}", {})
         if bits_of(self.dtype) < 4:  # XLA:CPU gathers such elements past their end
             if not self.is_fully_addressable:
                 return _mover(self.shape, (self.placement, self.mesh), Placement(), sharding)(parts[0])

@@ -121,6 +121,6 @@ class Move:
         if me() in takers:
             for peer in givers:
                 if peer != me():
-                    about, buffers = cluster.link(peer).receive_tagged(tag, cluster.config.deadline)
+                    about, buffers = cluster.receive_tagged(peer, tag, "for what remap moves")
                     found |= dict(zip(map(int, about.split()), buffers, strict=True))
         return found

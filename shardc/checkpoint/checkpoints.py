@@ -20,12 +20,13 @@ from shardc import compat
 from shardc.arrays.gone import refuse_gone
 from shardc.calls.placing import put
 from shardc.checkpoint.leaves import blocks_of, check_owned, check_savable, described, encode, is_remote, named_leaves
+from shardc.checkpoint.lock import DirectoryLock
 from shardc.checkpoint.manifest import DamagedError, Manifest, StoredLeaf, files_of, write_manifest
 from shardc.checkpoint.orbax import Writer, module
 from shardc.checkpoint.process_group import ClusterPeers, Group, group_of
-from shardc.checkpoint.progress import Progress
 from shardc.checkpoint.restore import check_fits, restore
 from shardc.checkpoint.steps import (
+    PARTIAL,
     TOKEN,
     Checkpoint,
     check_files,
@@ -44,14 +45,17 @@ from shardc.errors import (
     CheckpointError,
     PeerLostError,
     PipelineError,
+    RunEnds,
     all_offenders,
     is_of_another_process,
 )
 from shardc.execute.process_group import settle_all
 from shardc.runtime import cluster
+from shardc.runtime.last_step import LastStep, LastStepAlone
 from shardc.versions import VERSION
 
 _log: Final = logging.getLogger("shardc")
+_alone: Final = LastStepAlone()
 
 SECONDS: Final = 600.0
 """For writing one checkpoint."""
@@ -71,7 +75,7 @@ def checkpoints(
 
     States are written by orbax in logical form: they are restored onto any other mesh, placement, number of pipeline
     stages or number of processes. All processes of a run use it in the same way; the directory is on a file system that
-    all their hosts share. One run at a time writes to a directory.
+    all their hosts share. One run at a time writes to a directory; others may read it.
 
     Args:
       directory: where the checkpoints are, or will be: `<directory>/<step>/`.
@@ -137,6 +141,9 @@ class Checkpoints:
         self._is_tidy = False
         self._took_steps = False  # since the processes met
         self._writer: Writer | None = None
+        self._lock = DirectoryLock(directory)
+        self._there: set[int] = set()
+        """The steps that process 0 has seen in the directory when it last looked for a checkpoint."""
 
     # -- the loop
 
@@ -146,6 +153,10 @@ class Checkpoints:
             raise ArgumentError(f"shardc.checkpoints: {self.directory} is in use: enter it once.")
         writer = Writer(SECONDS)
         self._meet(writer, None)
+        peers = _peers()
+        alone = _alone if self._group.processes == 1 else LastStep()  # without a launcher nobody asks several processes
+        self._last_step = alone if peers is None else peers.last_step
+        self._last_step.open(self)
         self._writer = writer
         return self
 
@@ -160,6 +171,9 @@ class Checkpoints:
             self._end(writer)
         finally:
             writer.close()
+            if writer.wait(0.0):  # else it is freed when this process ends
+                self._lock.free()
+            self._last_step.close(self, failed=error is not None)
 
     @compat.api_boundary
     def last(self, or_else: Any, *, mesh: Any = None, placements: Any = None) -> tuple[Any, int]:
@@ -179,7 +193,7 @@ class Checkpoints:
 
         Raises:
           CheckpointError: the checkpoint is of another program (the error has all differences), or cannot be read: in
-            every process. Or there is none, and the arrays of `or_else` were donated.
+            every process. Or all are damaged. Or there is none, and the arrays of `or_else` were donated.
         """
         if (mesh is None) != (placements is None):
             raise ArgumentError("saved.last: give both mesh= and placements=, or neither.")
@@ -191,13 +205,19 @@ class Checkpoints:
             if placements is not None:
                 like = placed_like(like, mesh, placements)
             try:
-                return self._restored(step, like), step + 1
+                return self._begun(self._restored(step, like), step + 1)
             except DamagedError as error:
                 damaged[step] = str(error)
         self._newest, self._is_tidy = -1, False
         state = or_else() if _is_function(or_else) else or_else
         self._check_alive(state)
-        return (state if placements is None else put(state, mesh, placements)), 0
+        return self._begun(state if placements is None else put(state, mesh, placements), 0)
+
+    def _begun(self, state: Any, start: int) -> tuple[Any, int]:
+        """The loop begins with this state, after so many steps."""
+        if self._loop is not None:
+            self._loop.begin(start)
+        return state, start
 
     @compat.api_boundary
     def step(self, step: int, state: Any, *, loss: Any = None, tokens: float | None = None) -> None:
@@ -208,11 +228,14 @@ class Checkpoints:
         Args:
           step: its number, larger at each call.
           state: after it, a pytree.
-          loss: for the status line of a run, as `tokens`: how many the step has taken.
+          loss: for the status line of a run, as `tokens`: how many the step has taken. `shardc.progress` in the same
+            loop gives them too.
 
         Raises:
-          CheckpointError: this state, or one before, cannot be written.
+          CheckpointError: this state, or one before, cannot be written; at the first step, another run writes to the
+            directory.
           ArgumentError: the number is not larger than the last one, or is none; arrays were donated to a call.
+          SystemExit: with code 143, if the run is asked to end (SIGTERM). The state is written.
         """
         writer = self._open_writer()
         try:
@@ -227,12 +250,18 @@ class Checkpoints:
                 f"saved.step({step}): step {self._newest} is there already. Begin with `state, start = "
                 "saved.last(or_else=...)` and step `start`, or give another directory."
             )
-        self._progress.step(step, loss, tokens)
+        is_last = self._last_step.begins()
+        if self._loop is not None:
+            self._loop.step(step + 1, loss, tokens)
         if not self._is_tidy:
             self._tidy()
         self._newest, self._took_steps = step, True
-        if (step + 1) % self.every == 0:
+        if is_last or (step + 1) % self.every == 0:
             self._write(writer, step, state)
+        if is_last:
+            self._end(writer)
+            if self._last_step.saved(self):
+                raise RunEnds(step)
 
     @compat.api_boundary
     def run(
@@ -281,14 +310,16 @@ class Checkpoints:
         """Meet the other processes, and make sure that all can write to one directory."""
         peers = _peers()
         self._group: Group = group_of(peers)
-        self._progress = Progress(peers)
+        self._group.agree(self._name("how often"), {"every": str(self.every)})
+        self._loop = None if peers is None else peers.loop
         token = self._group.from_first(self._name("begin"), self._leave_token)
         try:
             self._group.together(self._name("see the directory"), lambda: self._see_token(token))
         finally:
             if self._group.me == 0:
                 (self.directory / token).unlink(missing_ok=True)
-        self._newest, self._is_tidy, self._took_steps = next(iter(folders_in(self.directory)), -1), False, False
+        self._there = set(folders_in(self.directory))
+        self._newest, self._is_tidy, self._took_steps = max(self._there, default=-1), False, False
 
     def _leave_token(self) -> str:
         name = f"{TOKEN}{secrets.token_hex(8)}"
@@ -357,7 +388,15 @@ class Checkpoints:
             raise CheckpointError(all_offenders(head, gone))
 
     def _look(self, damaged: Mapping[int, str]) -> str:
+        self._there = set(folders_in(self.directory))
         found, newer = last_complete(self.directory, damaged)
+        if found is None and (lost := [c for c in newer if c.step in self._there and c.folder.suffix != PARTIAL]):
+            head = f"shardc.checkpoints: no checkpoint in {self.directory} is as it was written:"
+            lines = [f"step {c.step}: {c.missing or c.damage}" for c in lost]
+            raise CheckpointError(
+                f"{all_offenders(head, lines)}\nGet these files back from a copy. To begin anew at step 0, move the "
+                f"directory away: mv {self.directory} {self.directory}.damaged"
+            )
         taken = "none is taken" if found is None else f"that of step {found.step} is taken"
         notes = [f"The checkpoint of step {c.step} is not complete: {c.missing or c.damage}; {taken}." for c in newer]
         if found is not None and self.plan and found.plan and found.plan != self.plan:
@@ -385,10 +424,26 @@ class Checkpoints:
         return found
 
     def _tidy(self) -> None:
-        """Before the first step: remove what interrupted runs have left."""
+        """Before the first step: keep other runs out, and remove what interrupted ones have left."""
         is_first = self._group.me == 0
-        self._group.together(self._name("tidy"), lambda: tidy(self.directory, self._newest) if is_first else None)
+        self._group.together(self._name("tidy"), lambda: self._own() if is_first else None)
         self._is_tidy = True
+
+    def _own(self) -> None:
+        """Make the directory that of this run. Until then others, such as an evaluation, may only read it.
+
+        Raises:
+          CheckpointError: another run writes to it, or has written since this one has looked for a checkpoint.
+        """
+        if not self._lock.is_held:
+            self._lock.take(APPEARS)
+            if new := sorted(set(folders_in(self.directory)) - self._there):
+                self._lock.free()
+                raise CheckpointError(
+                    f"shardc.checkpoints: another run has written step {', '.join(map(str, new))} to {self.directory} "
+                    "since this one has looked for a checkpoint. Start it again, or give it a directory of its own."
+                )
+        tidy(self.directory, self._newest)
 
     def _meet(self, writer: Writer, lost: PeerLostError | PipelineError | None) -> None:
         """Meet the other processes; after the loss of a peer, or if one is lost meanwhile, when it is started again.
@@ -413,6 +468,7 @@ class Checkpoints:
 
     def _write(self, writer: Writer, step: int, state: Any) -> None:
         settle_all()  # no state is written that comes of values in which the processes differ
+        self._group.agree(self._name(f"save step {step}"), {})  # to bring the state to the host may take collectives
         pairs = named_leaves(state)
         refuse_gone(f"saved.step({step}): arrays that are gone", pairs)
         check_savable(pairs)
@@ -451,7 +507,8 @@ class Checkpoints:
         try:
             prune(self.directory, self.keep)
             for newest in list(folders_in(self.directory))[:1]:
-                self._progress.saved(newest)
+                if self._loop is not None:
+                    self._loop.saved(newest)
         except OSError as error:
             _log.warning("an old checkpoint in %s could not be removed: %s", self.directory, error)
 

@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -19,10 +20,14 @@ import numpy as np
 
 from shardc.errors import CheckpointError
 from shardc.typed_json import parsed, typed
+from shardc.versions import VERSION
 
 FORMAT: Final = 2
 WITHOUT_DIGESTS: Final = 1
 """The format before, which is read: its files have sizes alone."""
+
+_BEGINNINGS: Final = (b'{"digest": ', b'{"format": ')
+"""How a manifest begins, in this format and the one before."""
 
 VALUES: Final[Mapping[str, Any]] = {"bool": "True".__eq__, "int": int, "float": float, "complex": complex, "str": str}
 """Types of leaves that stand in the manifest itself, and how their text is read."""
@@ -158,12 +163,18 @@ def read_manifest(path: Path) -> Manifest:
     """Read a manifest.
 
     Raises:
-      ValueError: it is none, is not as it was written, or is of another format.
+      ValueError: it is none, or is not as it was written.
+      CheckpointError: a newer shardc has written it.
     """
     text = path.read_text("utf-8")
     data: Any = parsed(text)
     made = data.pop("format", None) if isinstance(data, dict) else None
     first, _, rest = text.partition("\n")
+    if type(made) is int and made > FORMAT and first == _first_line(rest):
+        raise CheckpointError(
+            f"{path} has format {made} and was written by shardc {data.get('shardc')}. This is shardc {VERSION}, which "
+            f"reads formats up to {FORMAT}: install the newer one, or give another directory."
+        )
     if made not in (WITHOUT_DIGESTS, FORMAT):
         raise ValueError(f"no manifest of format {FORMAT}")
     if made == FORMAT and first != _first_line(rest):
@@ -179,6 +190,13 @@ def read_manifest(path: Path) -> Manifest:
     except (KeyError, TypeError, ValueError, SyntaxError) as error:
         raise ValueError(f"no manifest of format {made}: {error}") from error
     return manifest
+
+
+def is_manifest(path: Path) -> bool:
+    """Whether a file was a manifest once, as its beginning says."""
+    with suppress(OSError), path.open("rb") as file:
+        return file.read(len(_BEGINNINGS[0])) in _BEGINNINGS
+    return False
 
 
 def _check(manifest: Manifest, path: Path) -> None:

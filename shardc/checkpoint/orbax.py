@@ -144,6 +144,14 @@ def read(folder: Path, name: str, index: Index) -> NDArray[Any]:
         raise DamagedError(f"{folder}: the array {name} cannot be read: {error}") from error
 
 
+_MARKS: Final = ("_METADATA", "_CHECKPOINT_METADATA", "manifest.ocdbt", "ocdbt.process_0")
+
+
+def is_written_by_orbax(folder: Path) -> bool:
+    """Whether something of a folder that orbax has written is there."""
+    return any((folder / name).exists() for name in _MARKS)
+
+
 def forget() -> None:
     """Close what is open for reading."""
     _opening.cache_clear()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -12,6 +12,9 @@ import jax
 from shardc.checkpoint.manifest import DamagedError
 from shardc.errors import CheckpointError, ShardcError
 from shardc.execute.process_group import gather_by_jax
+from shardc.runtime.calls import refuse_unlike
+from shardc.runtime.last_step import LastStep
+from shardc.runtime.loop_status import LoopStatus
 
 T = TypeVar("T")
 
@@ -32,7 +35,11 @@ class ClusterPeers(Protocol):
     def processes(self) -> int: ...
     @property
     def config(self) -> Islands: ...
+    @property
+    def loop(self) -> LoopStatus: ...
     def gather(self, name: str, text: str) -> list[str]: ...
+    @property
+    def last_step(self) -> LastStep: ...
     def rejoin(self) -> None: ...
 
 
@@ -84,6 +91,14 @@ class Group:
           CheckpointError: in every process, if `work` failed in process 0.
         """
         return self._all_do(name, work if self.me == 0 else str, str)[1]
+
+    def agree(self, name: str, facts: Mapping[str, str]) -> None:
+        """Make sure that all processes make the same call with the same facts. Waits for them.
+
+        Raises:
+          DisagreementError: in every process, with all facts that differ.
+        """
+        refuse_unlike(name, range(self.processes), [json.loads(each) for each in self.gather(name, json.dumps(facts))])
 
     def _all_do(self, name: str, work: Callable[[], T], text: Callable[[T], str]) -> tuple[T, str]:
         """The result of `work`, which every process does, and the text of that of process 0."""

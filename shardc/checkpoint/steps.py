@@ -23,9 +23,11 @@ from shardc.checkpoint.manifest import (
     StoredFile,
     StoredLeaf,
     digest_of,
+    is_manifest,
     manifest_path,
     read_manifest,
 )
+from shardc.checkpoint.orbax import is_written_by_orbax
 
 TOKEN: Final = ".token-"
 """How the name of a file begins that is written to see whether all processes share the directory."""
@@ -108,17 +110,27 @@ def commit(folder: Path, owners: int) -> None:
 
 
 def foreign(directory: Path) -> list[str]:
-    """The folders that are named like steps, and that somebody else has made: none has an owner and its manifest."""
+    """The folders that are named like steps, and that somebody else has made. In one of ours something is left of an
+    owner: its manifest, or what orbax has written; or nothing at all is left."""
+    return [folder.name for folder in folders_in(directory).values() if folder.is_dir() and not _is_ours(folder)]
 
-    def is_ours(folder: Path) -> bool:
-        inside = list(folder.iterdir()) if folder.is_dir() else []
-        return not inside or any(p.name.isdecimal() and p.with_suffix(".json") in inside for p in inside)
 
-    return [folder.name for folder in folders_in(directory).values() if not is_ours(folder)]
+def _is_ours(folder: Path) -> bool:
+    inside = list(folder.iterdir())
+    owners = [p for p in inside if p.name.isdecimal() and p.is_dir()]
+    return (
+        all(p in owners and not any(p.iterdir()) for p in inside)
+        or any(p.suffix == ".json" and p.stem.isdecimal() and is_manifest(p) for p in inside)
+        or any(p.with_suffix(".json") in inside or is_written_by_orbax(p) for p in owners)
+    )
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
-    """Read what is known of a checkpoint, complete or not. Its arrays are not read."""
+    """Read what is known of a checkpoint, complete or not. Its arrays are not read.
+
+    Raises:
+      CheckpointError: a newer shardc has written it.
+    """
     step = int(folder.stem)
     found: dict[int, Manifest] = {}
     for path in sorted(folder.glob("*.json")):

@@ -67,6 +67,13 @@ Examples: shardc run --hosts a,b train.py --steps 100
     help="Wait so long for a process that does not come (default: 600).",
 )
 @click.option(
+    "--grace",
+    type=values.seconds,
+    default=25.0,
+    metavar="SECONDS",
+    help="After SIGTERM all processes have so long to save at their next step and end (default: 25).",
+)
+@click.option(
     "--secret",
     type=Path,
     metavar="FILE",

@@ -7,6 +7,7 @@ script ends.
 from __future__ import annotations
 
 import ast
+import math
 import os
 import re
 import sys
@@ -25,11 +26,12 @@ import jax
 from shardc.api import Function
 from shardc.calls.watch import WATCHERS, Watcher
 from shardc.commands import values
-from shardc.errors import ArgumentError, MeshError, ShardcError, did_you_mean
+from shardc.errors import ArgumentError, MeshError, ShardcError, causes, did_you_mean
 from shardc.flows import Flow
 from shardc.launch.child import run_script
 from shardc.launch.job import Script
 from shardc.machine.mesh import make_mesh, view
+from shardc.machine.topology import parse_topology
 from shardc.passes.trace.trace import where_of
 from shardc.plan.saved_plan import SavedPlan, load_plan
 
@@ -46,6 +48,7 @@ class Source:
       arguments: of the script.
       devices: fake CPU devices that the script gets; None: those that JAX finds.
       axes, topology: of the mesh to plan for; None: as the function has it.
+      chooses_mesh: the command chooses the mesh, of so many `devices`.
     """
 
     text: str
@@ -54,6 +57,7 @@ class Source:
     devices: int | None = None
     axes: Mapping[str, Any] | None = None
     topology: str | None = None
+    chooses_mesh: bool = False
 
     @property
     def saved(self) -> SavedPlan | None:
@@ -88,18 +92,20 @@ class Source:
         if self.devices is not None:
             os.environ.update(program.environment())
             jax.config.update("jax_platforms", "cpu")  # JAX has read the environment already
-        waiting = _Waiting(self, script, name, use)
+        waiting, names = _Waiting(self, script, name, use), dict[str, Any]()
         with _as_python_has_it(waiting):
             try:
-                run_script(program.command())
+                names = run_script(program.command())
             except SystemExit as end:  # that of `called` too
                 if end.code and not waiting.found:
+                    if end.code == _USAGE:
+                        click.echo(f"Options of the script stand after --: {self.text} -- --steps 100", err=True)
                     raise
             except Exception as error:  # noqa: BLE001 - printed as Python prints it
                 if not waiting.found:
                     self._print(error)
                     raise click.exceptions.Exit(1) from None
-        return waiting.result()
+        return waiting.result(names)
 
     def _print(self, error: Exception) -> None:
         """The traceback of a script's error, as Python prints it."""
@@ -108,11 +114,19 @@ class Source:
             where = where.tb_next
         if where is None and isinstance(error, ImportError):  # there is no such module
             raise ArgumentError(f"{error}.") from None
+        for each in causes(error):
+            each.__notes__ = [n for n in getattr(each, "__notes__", []) if "JAX has removed its internal" not in n]
         traceback.print_exception(error.with_traceback(where))
         need = re.search(r"needs (\d+) devices", str(error))
         if isinstance(error, MeshError) and (need or self.devices is None):
             script = "The script makes its own mesh first;" if self.topology or self.axes else "To look at the plan,"
-            click.echo(f"\n{script} fake CPU devices do: --devices {need[1] if need else 'N'}.", err=True)
+            count, other = self.devices, self.chooses_mesh and self.devices is not None and self.topology is None
+            few = f" To choose a mesh of {count}, add --topology cpu:{count}." if other else ""
+            click.echo(f"\n{script} fake CPU devices do: --devices {need[1] if need else 'N'}.{few}", err=True)
+
+
+_USAGE: Final = 2
+"""The exit status of a script that was given other options than it takes, as argparse and click have it."""
 
 
 def _refuse_unknown(script: str, name: str) -> None:
@@ -164,7 +178,11 @@ class FirstCall:
             return self.function.plan_of(*self.call)
         function = self.of_one_function("another mesh")
         machine = topology or view(function.mesh).topology.kind
-        return function.plan_on(self.call[0], make_mesh(topology=machine, **(axes or dict(function.mesh.shape))))
+        mesh = make_mesh(topology=machine, **(axes or dict(function.mesh.shape)))
+        there = math.prod(parse_topology(machine).shape)
+        if mesh.size < there:
+            click.echo(f"The mesh has {mesh.size} of the {there} devices of {machine}.", err=True)
+        return function.plan_on(self.call[0], mesh)
 
     def of_one_function(self, what: str) -> Function:
         """The function that is called.
@@ -222,8 +240,11 @@ class _Waiting(Generic[T]):
                 self._at_work = False
         raise SystemExit(0)  # silent in a thread too
 
-    def result(self) -> T:
+    def result(self, names: Mapping[str, Any]) -> T:
         """The result that was made of the call.
+
+        Args:
+          names: the globals of the script when it ended.
 
         Raises:
           ArgumentError: there was no such call.
@@ -233,12 +254,18 @@ class _Waiting(Generic[T]):
         if self._given:
             return self._given[0]
         if not self._made:
-            raise ArgumentError(f"{self._script} ends, and has made no function of shardc.")
+            raise ArgumentError(f"{self._script} ends, and has made no function of shardc.{self._jits(names)}")
         near = did_you_mean(self._name, self._called)
         raise ArgumentError(
             f"{self._script} ends without a call of {self._name or 'a function of shardc'}.{near} It has made "
             f"{', '.join(dict.fromkeys(self._made.values()))}, and called {', '.join(self._called) or 'none of them'}."
+            f"{self._jits(names) if self._name else ''}"
         )
+
+    def _jits(self, names: Mapping[str, Any]) -> str:
+        """A sentence about the functions of jax.jit among the globals of a script that are meant; empty if none is."""
+        found = [n for n, x in names.items() if isinstance(x, jax.stages.Wrapped) and self._name in ("", n)]
+        return "" if not found else f" {found[0]} is a jax.jit; shardc.function takes its place."
 
 
 def _own_name(function: Any) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import update_wrapper
 from typing import Any
 
@@ -31,6 +32,7 @@ def tune_command(source: Source, tries: int) -> None:
     Placements stay where the function pins them.
     """
     width = terminal_width()
+    source = replace(source, chooses_mesh=True)
     click.echo(source.at_first_call(lambda call: tuned(call, tries)).explain(width=width))
 
 

@@ -1,18 +1,207 @@
-"""The contents of delayed channels when a run of a flow begins, and when it has ended."""
+"""The values of earlier rounds: before the first one when a run of a flow begins, and of the last ones when it ends."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
-from shardc.dataflow.moves import copied
-from shardc.dataflow.network import Edge, HandedLeaf, devices_of
+import jax
+
+from shardc.dataflow.moves import copied, to_place
+from shardc.dataflow.network import Edge, FlowNetwork, HandedLeaf, devices_of
 from shardc.dataflow.plan import PlannedFlow
-from shardc.dataflow.results import entering, known, late_parts
 from shardc.dataflow.round import Fixed, FlowNode
-from shardc.errors import FlowError
+from shardc.dataflow.work import LeafPlace, is_like
+from shardc.errors import FlowError, all_offenders, number_text
+from shardc.machine.devices import is_here
 from shardc.runtime.actor import Message
+
+Holder: TypeAlias = tuple[FlowNode, LeafPlace]
+"""A node that has a value, and where it lies."""
+
+
+@dataclass(eq=False)
+class LateValue:
+    """A result of a node, of which later rounds take what earlier ones made.
+
+    Attributes:
+      node, index: the node and its result leaf.
+      first: what stands for it before the first round: `first[-k]` for what the k-th round before it would have made.
+      back: the rounds of which values are taken after a run, counted back from its end: 1 is the last one. With the
+        nodes that have them then, each with the place of the value; none where a round returns it, so that all have it.
+    """
+
+    node: FlowNode
+    index: int
+    first: Sequence[int | Fixed]
+    back: dict[int, list[Holder]] = field(default_factory=dict[int, "list[Holder]"])
+
+    @property
+    def aval(self) -> Any:
+        return self.node.results[self.index]
+
+
+class LateValues:
+    """The late values of a flow.
+
+    Args:
+      built: its network.
+
+    Attributes:
+      of_move: by edge and leaf of it, for those that are late.
+      of_out, of_state: by number, for results that are returned late, and for leaves that become state late.
+    """
+
+    def __init__(self, built: FlowNetwork) -> None:
+        self._built, self._values = built, list[LateValue]()
+        self.of_move: dict[tuple[int, int], LateValue] = {}
+        self.of_out: dict[int, LateValue] = {}
+        self.of_state: dict[int, LateValue] = {}
+        for number, e in enumerate(built.edges):
+            taken = [t for t in range(e.delay) if (t + 1) % e.taker.every == 0]
+            for i, m in enumerate(e.moves if e.delay else ()):
+                holder = e.taker, e.places(m)[1]
+                self.of_move[number, i] = self._value(
+                    e.giver, m.output, m.first, {e.delay - t: [holder] for t in taken}
+                )
+        for i, o in enumerate(built.state):
+            if o.node is not None and o.delay > 1:
+                holder = o.node, o.node.work.gives[o.index]
+                self.of_state[i] = self._value(o.node, o.index, o.first, {k: [holder] for k in range(1, o.delay)})
+        for i, o in enumerate(built.outs):
+            if o is not None and o.node is not None and o.delay:
+                made = [k for k in range(1, o.delay + 1) if (k - 1) % o.node.every == 0]
+                value = self.of_out[i] = self._value(o.node, o.index, o.first, {})
+                value.back |= {k: [] for k in made}
+        for value in self._values:
+            value.back = {k: held for k, held in value.back.items() if not self.is_state(value, k)}
+
+    def _value(
+        self, node: FlowNode, index: int, first: Sequence[int | Fixed], back: Mapping[int, list[Holder]]
+    ) -> LateValue:
+        """The value of a node's result whose rounds before the first are those of `first`, counted from its end."""
+        for value in self._values:
+            known, new = sorted((value.first, first), key=len)
+            if (value.node, value.index) == (node, index) and _same(known, new[-len(known) :]):
+                value.first = new
+                break
+        else:
+            value = LateValue(node, index, first)
+            self._values.append(value)
+        for k, holders in back.items():
+            value.back.setdefault(k, []).extend(holders)
+        return value
+
+    def is_state(self, value: LateValue, k: int) -> bool:
+        """Whether what the k-th last round made is a leaf of the state after a run."""
+        first = value.first[-k]
+        if isinstance(first, Fixed):
+            return False
+        o = self._built.state[first]
+        return (o.node, o.index, o.delay) == (value.node, value.index, k)
+
+    def __iter__(self) -> Iterator[tuple[str, LateValue]]:
+        """The values of which a run leaves something, each with a name of its own."""
+        names = set[str]()
+        for value in self._values:
+            name = f"{value.node}/{value.index}" if len(value.node.results) > 1 else str(value.node)
+            count = 1 + sum(known.partition(" (")[0] == name for known in names)
+            name += f" ({count})" if count > 1 else ""
+            if value.back:
+                names.add(name)
+                yield name, value
+
+    # -- what a run leaves, and the next one is given
+
+    def shapes(self) -> dict[str, list[jax.ShapeDtypeStruct]]:
+        """What a run leaves, described."""
+        found: dict[str, list[jax.ShapeDtypeStruct]] = {}
+        for name, value in self:
+            sharding = value.node.work.gives[value.index].sharding(value.aval)
+            if sharding is not None and not is_here(sharding.device_set):
+                sharding = None  # each process that takes the value has it whole
+            described = jax.ShapeDtypeStruct(value.aval.shape, value.aval.dtype, sharding=sharding)
+            found[name] = [described] * len(value.back)
+        return found
+
+    def entries(self) -> list[tuple[LateValue, int]]:
+        """What a run leaves, in one order in all processes."""
+        return [(value, k) for _, value in self for k in sorted(value.back, reverse=True)]
+
+    def named(self, made: Mapping[tuple[LateValue, int], Any]) -> dict[str, list[Any]]:
+        """What a run leaves, of the values that late rounds made, the oldest first."""
+        return {
+            name: [made[value, k] for k in sorted(value.back, reverse=True) if (value, k) in made]
+            for name, value in self
+        }
+
+    def of(self, pending: Any) -> dict[tuple[LateValue, int], Any] | None:
+        """The values by the rounds that made them, counted back from the end of the run that left them; None if nothing
+        is given, or only shapes are, as `shapes` gives them.
+
+        Raises:
+          FlowError: they are not what a run leaves.
+        """
+        if pending is None:
+            return None
+        where = f"{self._built.round.where}: pending="
+        if not isinstance(pending, Mapping):
+            raise FlowError(
+                f"{where} is of type {type(pending).__name__}; give `.pending` of what a run of this flow gave."
+            )
+        wanted = dict(self)
+        strange = [str(name) for name in pending if name not in wanted]
+        wrong = [f"{name} is no late value of this flow." for name in strange]
+        found: dict[tuple[LateValue, int], Any] = {}
+        for name, value in wanted.items():
+            given = pending.get(name)
+            if not isinstance(given, list | tuple):
+                wrong.append(
+                    f"{name} is missing."
+                    if given is None
+                    else f"{name} is of type {type(given).__name__}, and no list."
+                )
+                continue
+            if len(given) != len(value.back):
+                wrong.append(f"{name} has {number_text(len(given), 'value')} of {len(value.back)}.")
+                continue
+            want = f"{value.aval.dtype.name}{list(value.aval.shape)}"
+            for k, x in zip(sorted(value.back, reverse=True), given, strict=True):
+                if not (hasattr(x, "shape") and hasattr(x, "dtype") and is_like(x, value.aval)):
+                    is_array = hasattr(x, "shape") and hasattr(x, "dtype")
+                    kind = f"{x.dtype.name}{list(x.shape)}" if is_array else f"something of type {type(x).__name__}"
+                    wrong.append(f"{name} has {kind} for {want}.")
+                found[value, k] = x
+        if wrong:
+            raise FlowError(
+                all_offenders(f"{where} is not what a run of this flow has left:", wrong) + self._why(strange)
+            )
+        described = [isinstance(x, jax.ShapeDtypeStruct) for x in found.values()]
+        if any(described) and not all(described):
+            raise FlowError(f"{where} has arrays and shapes; give one or the other.")
+        return None if any(described) else found
+
+    def _why(self, strange: Sequence[str]) -> str:
+        """What may be the matter."""
+        lines: list[str] = []
+        if any(" -> " in name or name.startswith(("state ", "returned ")) for name in strange):
+            lines.append("It was left by an older shardc, by channels; begin without it.")
+        if self._built.period > 1:
+            lines.append(f"The run that leaves it has to be of a multiple of {self._built.period} rounds.")
+        return "".join(f"\n{line}" for line in lines)
+
+
+def _same(one: Sequence[int | Fixed], other: Sequence[int | Fixed]) -> bool:
+    return len(one) == len(other) and all(
+        a.array is b.array if isinstance(a, Fixed) and isinstance(b, Fixed) else a == b
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+Made: TypeAlias = Mapping[tuple[LateValue, int], Any]
+"""What rounds before the first one made, by value and round, counted back: 1 is the last one before it."""
 
 
 class Beginning:
@@ -25,51 +214,57 @@ class Beginning:
 
     def __init__(self, plan: PlannedFlow, here: Collection[FlowNode]) -> None:
         self._plan, self._built, self._here = plan, plan.built, here
+        self.late = LateValues(plan.built)
         self._taken = {f for e in plan.built.edges for m in e.moves if e.takes_over(m) for f in m.first}
 
     def own(self, state: Sequence[Any]) -> list[Any]:
         """The first state, with copies of arrays that stand in it twice and that a node takes over."""
         return [copied(x) if i in self._taken and any(x is y for y in state[:i]) else x for i, x in enumerate(state)]
 
-    def first(self, state: Sequence[Any], pending: Mapping[str, Sequence[Any]] | None) -> dict[Message, list[Any]]:
-        """The contents of delayed channels when a run begins."""
+    def first(self, state: Sequence[Any], made: Made | None) -> dict[Message, list[Any]]:
+        """The contents of delayed channels when a run begins.
+
+        Args:
+          state: its leaves.
+          made: by rounds before, as the run before left it; None: they made what the state is.
+        """
         found: dict[Message, list[Any]] = {}
         count: Counter[int] = Counter()
-        messages = self._plan.network.first_messages()
-        if pending is not None:
-            self._check_pending(messages, pending)
-        for message in messages:
+        for message in self._plan.network.first_messages():
             channel, turn = message[0], count[message[0]]
             count[channel] += 1
-            if self._built.edges[channel].taker not in self._here:
-                continue
-            if pending is not None:
-                values = pending[self._plan.network.channels[channel].name][turn]
-            else:
-                edge = self._built.edges[channel]
-                values = tuple(self._entered(edge, i, turn, state) for i in range(len(edge.moves)))
-            found.setdefault(message, []).append(values)
+            edge = self._built.edges[channel]
+            if edge.taker in self._here:
+                each = range(len(edge.moves))
+                values = tuple(self._entered(channel, i, edge.delay - _round(edge, turn), state, made) for i in each)
+                found.setdefault(message, []).append(values)
         return found
 
-    def past(self, state: Sequence[Any], pending: Mapping[str, Sequence[Any]] | None) -> Mapping[str, Sequence[Any]]:
-        """The values that the first rounds return late, and those that become state late in them."""
-        if pending is not None:
-            return pending
-        return {
-            name: [copied(known(f, state)) if f in self._taken else known(f, state) for f in firsts]
-            for name, (_, _, firsts) in late_parts(self._built, self._here).items()
-        }
+    def past(self, state: Sequence[Any], made: Made | None) -> Made:
+        """The values that the first rounds return late, and those that become state late in them; None for a round in
+        which the node did not run."""
+        found: dict[tuple[LateValue, int], Any] = {}
+        for value in {*self.late.of_out.values(), *self.late.of_state.values()}:
+            for k in range(1, len(value.first) + 1):
+                first = value.first[-k]
+                if made is None or self.late.is_state(value, k):
+                    found[value, k] = copied(known(first, state)) if first in self._taken else known(first, state)
+                else:
+                    found[value, k] = made.get((value, k))
+        return found
 
-    def _entered(self, edge: Edge, i: int, turn: int, state: Sequence[Any]) -> Any:
-        """Leaf i of message `turn` in a delayed channel when a run begins: at its place, and its taker's alone if that
-        one overwrites it."""
-        move = edge.moves[i]
-        first = move.first[(turn + 1) * edge.taker.every - 1]  # by the round in which it is taken
-        alone = move.copied or (
-            edge.takes_over(move) and (isinstance(first, Fixed) or self._begins_others(edge, move, first))
-        )
+    def _entered(self, channel: int, i: int, k: int, state: Sequence[Any], made: Made | None) -> Any:
+        """Leaf i of a message that the k-th round before the first one made, when a run begins: at its place, and its
+        taker's alone if that one overwrites it."""
+        edge = self._built.edges[channel]
+        move, value = edge.moves[i], self.late.of_move[channel, i]
+        first = move.first[-k]
+        if made is None or self.late.is_state(value, k):
+            x, others = known(first, state), isinstance(first, Fixed) or self._begins_others(edge, move, first)
+        else:
+            x, others = made[value, k], True
         place, aval = edge.taker.work.takes[move.argument], edge.giver.results[move.output]
-        x = known(first, state)
+        alone = move.copied or (edge.takes_over(move) and others)
         return entering(place, aval)(copied(x) if alone else x)
 
     def _begins_others(self, edge: Edge, move: HandedLeaf, first: int) -> bool:
@@ -82,26 +277,27 @@ class Beginning:
             for p in places
         )
 
-    def _check_pending(self, messages: Sequence[Message], pending: Mapping[str, Sequence[Any]]) -> None:
-        names = self._plan.network.channels
-        wanted = Counter(names[c].name for c, _ in messages if self._built.edges[c].taker in self._here)
-        wanted.update({name: len(firsts) for name, (_, _, firsts) in late_parts(self._built, self._here).items()})
-        if wanted != {name: len(values) for name, values in pending.items()}:
-            period = self._plan.network.period
-            rule = f", or the run that left it was no multiple of {period} rounds" if period > 1 else ""
-            raise FlowError(f"{self._plan.round.where}: pending= is not what a run of this flow has left{rule}.")
-
-    def pending(self, left: Mapping[Message, Sequence[Any]], rounds: int) -> dict[str, list[Any]]:
-        """The contents of delayed channels after so many rounds, by channel, in the order of their taking."""
+    def left(self, left: Mapping[Message, Sequence[Any]], rounds: int) -> dict[tuple[LateValue, int], Any]:
+        """What the last of so many rounds made and later ones take, from the contents of delayed channels."""
         period = self._plan.network.period
-        found: dict[int, list[tuple[int, Any]]] = {}
-        for (channel, key), values in left.items():
+        found: dict[tuple[LateValue, int], Any] = {}
+        for (channel, key), messages in left.items():
             assert isinstance(key, int)
-            later = (key - rounds) % period
-            found.setdefault(channel, []).extend((later + k * period, x) for k, x in enumerate(values))
-        names = self._plan.network.channels
-        return {names[c].name: [x for _, x in sorted(xs, key=_turn)] for c, xs in found.items()}
+            delay = self._built.edges[channel].delay
+            for j, values in enumerate(messages):
+                k = delay - (key - rounds) % period - j * period
+                found |= {(self.late.of_move[channel, i], k): x for i, x in enumerate(values)}
+        return found
 
 
-def _turn(dated: tuple[int, Any]) -> int:
-    return dated[0]
+def _round(edge: Edge, turn: int) -> int:
+    """The round in which an edge's taker runs for the `turn`-th time."""
+    return (turn + 1) * edge.taker.every - 1
+
+
+def known(first: int | Fixed, state: Sequence[Any]) -> Any:
+    return first.array if isinstance(first, Fixed) else state[first]
+
+
+def entering(place: LeafPlace, aval: Any) -> Callable[[Any], Any]:
+    return (lambda x: x) if place.mesh is None else to_place(place, aval)

@@ -17,11 +17,12 @@ def call_in_round(function: Callee, args: tuple[Any, ...], kwargs: dict[str, Any
     round = traced_round()
     assert round is not None
     leaves, tree = jax.tree.flatten((args, kwargs))
+    round.refuse_nothing(getattr(function, "__name__", type(function).__name__), leaves)
     with outside():
         known = [_known(round, function, x) if isinstance(x, RoundValue) else x for x in leaves]
         work = FunctionWork(function, known, tree)
     name = getattr(function, "__name__", type(function).__name__)
-    node = round.add(name, work, leaves, work.results, every, compat.users_line())
+    node = round.add(name, work, leaves, work.results, every, compat.users_line(), function)
     if _settle not in round.on_end:
         round.on_end.append(_settle)
     return work.out_tree.unflatten(round.values_of(node))

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import string
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Final
 
 from shardc.dataflow.network import Edge, NodeStep
-from shardc.dataflow.plan import PlannedFlow
+from shardc.dataflow.plan import PlannedFlow, Seconds
+from shardc.dataflow.round import FlowNode
 from shardc.errors import number_text
 from shardc.pipeline.schedule.recorded import recorded
 from shardc.report.chart import Chart, Track
+from shardc.report.tables import MOST
 from shardc.runtime.actor import Span
 
 PALETTE: Final = (
@@ -28,10 +30,14 @@ class FlowChart(Chart):
     Attributes:
       plan: the flow's.
       rounds: those that are drawn.
+      unknown: the nodes whose seconds the planned run lacks.
+      said: seconds of nodes, other than those that the plan knows.
     """
 
     plan: PlannedFlow | None = None
     rounds: int = 1
+    unknown: tuple[FlowNode, ...] = ()
+    said: Seconds | None = None
 
     number_is = "the number is the round"
 
@@ -60,7 +66,7 @@ class FlowChart(Chart):
 
     def kind(self, label: Hashable) -> str:
         assert isinstance(label, NodeStep)
-        return self._letters[base_name(label.name)]
+        return self._letters[self._flow.nodes[label.node].function]
 
     def chunk(self, label: Hashable) -> int:
         del label
@@ -78,7 +84,7 @@ class FlowChart(Chart):
     def _letters(self) -> dict[str, str]:
         """A letter for each function: of its name, if no other one has it."""
         found: dict[str, str] = {}
-        for name in dict.fromkeys(base_name(n.name) for n in self._flow.nodes if n.number or self._flow.has_inputs):
+        for name in dict.fromkeys(n.function for n in self._flow.nodes if n.number or self._flow.has_inputs):
             own = [c for c in name if c in string.ascii_letters]
             wanted = [*own[:1], *(c.upper() for c in own[:1]), *own, *string.ascii_letters]
             found[name] = next((c for c in wanted if c not in found.values()), "*")
@@ -100,7 +106,7 @@ class FlowChart(Chart):
         actor = self._flow.built.actor
         for i, e in enumerate(self._flow.edges):
             if e.moves and actor[e.giver] != actor[e.taker]:
-                found.setdefault((base_name(e.giver.name), base_name(e.taker.name), e.delay), []).append(i)
+                found.setdefault((e.giver.function, e.taker.function, e.delay), []).append(i)
         return found
 
     @cached_property
@@ -110,28 +116,47 @@ class FlowChart(Chart):
 
     def channel_text(self, channel: int) -> str:
         edge: Edge = self._flow.edges[channel]
-        key = base_name(edge.giver.name), base_name(edge.taker.name), edge.delay
-        late = f", {edge.delay} late" if edge.delay else ""
+        key = edge.giver.function, edge.taker.function, edge.delay
+        late = f", made {number_text(edge.delay, 'round')} before" if edge.delay else ""
         count = len(self._alike[key])
         return f"{key[0]}\N{RIGHTWARDS ARROW}{key[1]}{late}" + (f", 1 of {count}" if count > 1 else "")
 
+    def is_unknown(self, track: Track, row: int) -> bool:
+        return track is self.tracks[0] and any(n in self.unknown for n in self._flow.built.rows[row])
+
+    def round_text(self, track: Track) -> str:
+        """`10.0 ms`, or `at least 10.0 ms`: the time of a round of one run."""
+        return self._at_least(track) + self.time_text(track.timeline.makespan / max(1, self.rounds))
+
+    def _at_least(self, track: Track) -> str:
+        return least(self.unknown if track is self.tracks[0] else ())
+
     def headline(self, track: Track) -> str:
-        """`planned: 80.1 ms, 10.0 ms a round; learn is busiest, 98% of it`."""
+        """`planned: 80.1 ms for 8 rounds; learn is busiest, 98% of it`."""
         timeline = track.timeline
         note = f" ({track.note})" if track.note else ""
-        whole = timeline.makespan
-        if not whole:
-            return f"{track.name}{note}: {self.time_text(0)}"
-        busy, row = max((b, -row) for row, b in enumerate(timeline.busy))
-        return (
-            f"{track.name}{note}: {self.time_text(whole)}, {self.time_text(whole / self.rounds)} a round; "
-            f"{self.row_text(-row)} is busiest, {100 * busy / whole:.0f}% of it"
-        )
+        whole, at_least = timeline.makespan, self._at_least(track)
+        texts = [f"{track.name}{note}: {at_least}{self.time_text(whole)}"]
+        if whole:
+            busy, row = max((b, -row) for row, b in enumerate(timeline.busy))
+            texts[0] += f" for {number_text(self.rounds, 'round')}"
+            known = " of those that are known" * bool(at_least)
+            texts.append(f"{self.row_text(-row)} is busiest{known}, {100 * busy / whole:.0f}% of it")
+        if at_least:
+            texts.append(unknown_text(self.unknown))
+        return "; ".join(texts)
 
 
-def base_name(name: str) -> str:
-    """`grad[1]` --> `grad`."""
-    return name.partition("[")[0]
+def least(unknown: Sequence[FlowNode]) -> str:
+    """The words before a time that lacks the seconds of these nodes."""
+    return "at least " * bool(unknown)
+
+
+def unknown_text(unknown: Sequence[FlowNode]) -> str:
+    """`the time of play, evaluate is unknown`."""
+    names = list(dict.fromkeys(n.function for n in unknown))
+    more = f", {len(names) - MOST} more" * (len(names) > MOST)
+    return f"the time of {', '.join(names[:MOST])}{more} is unknown"
 
 
 def _dated(span: Span) -> Span:
@@ -139,7 +164,7 @@ def _dated(span: Span) -> Span:
     return span._replace(label=span.label._replace(round=span.round))
 
 
-def flow_chart(plan: PlannedFlow, rounds: int, seconds: Mapping[str, Any] | None = None, note: str = "") -> FlowChart:
+def flow_chart(plan: PlannedFlow, rounds: int, seconds: Seconds | None = None, note: str = "") -> FlowChart:
     """The chart of some simulated rounds.
 
     Args:
@@ -149,7 +174,9 @@ def flow_chart(plan: PlannedFlow, rounds: int, seconds: Mapping[str, Any] | None
     """
     track = Track("planned", plan.simulate(rounds, seconds=seconds), note)
     title = f"{plan.round.where}: {number_text(rounds, 'round')}"
-    return FlowChart(title, (track,), (), plan=plan, rounds=rounds)
+    said = set[Any](seconds or ())
+    unknown = tuple(n for n in plan.unknown if said.isdisjoint((n, n.name, n.function)))
+    return FlowChart(title, (track,), (), plan=plan, rounds=rounds, unknown=unknown, said=seconds)
 
 
 def measured_flow_chart(plan: PlannedFlow, spans: Sequence[Span], rounds: int) -> FlowChart:
@@ -162,17 +189,19 @@ def measured_flow_chart(plan: PlannedFlow, spans: Sequence[Span], rounds: int) -
       spans: of the run.
       rounds: those that it completed.
     """
-    unknown = {n.name for n in plan.nodes if n.work.seconds is None}
-    seconds = {name: iter(times).__next__ for name, times in seconds_by_node(spans).items() if name in unknown}
+    unknown = {n.number: n for n in plan.nodes if n.work.seconds is None}
+    known = seconds_by_node(spans)
+    seconds = {unknown[n]: iter(times).__next__ for n, times in known.items() if n in unknown}
     planned = flow_chart(plan, rounds, seconds, "host functions as measured" if seconds else "")
     zero = min((s.start for s in spans), default=0.0)
     measured = Track("measured", recorded(plan.network, spans, zero, rounds), "every node waited for")
-    return FlowChart(planned.title, (*planned.tracks, measured), (), plan=plan, rounds=rounds)
+    return replace(planned, tracks=(*planned.tracks, measured))
 
 
-def seconds_by_node(spans: Sequence[Span]) -> dict[str, list[float]]:
-    """The seconds that each node took, run by run."""
-    each: dict[str, list[float]] = {}
+def seconds_by_node(spans: Sequence[Span]) -> dict[int, list[float]]:
+    """The seconds that each node took, by its number, run by run."""
+    each: dict[int, list[float]] = {}
     for span in spans:
-        each.setdefault(str(span.label), []).append(span.end - span.start)
+        assert isinstance(span.label, NodeStep)
+        each.setdefault(span.label.node, []).append(span.end - span.start)
     return each

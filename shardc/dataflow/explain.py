@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple, TypeAlias
 
-from shardc.dataflow.chart import base_name
+from shardc.dataflow.chart import FlowChart, least, unknown_text
 from shardc.dataflow.host import StackWork
 from shardc.dataflow.network import Edge
 from shardc.dataflow.plan import PlannedFlow
 from shardc.dataflow.round import FlowNode
 from shardc.dataflow.work import LeafPlace
+from shardc.machine.mesh import AnyMesh
 from shardc.report.tables import (
     MOST,
+    MeshText,
     Section,
     bytes_text,
-    mesh_text,
+    mesh_texts,
     number_text,
     numbers_text,
     placement_text,
@@ -24,114 +27,184 @@ from shardc.report.tables import (
 )
 
 
-def where_text(node: FlowNode) -> str:
-    """`data=4`, or `host`."""
-    return " and ".join(mesh_text(m) for m in node.work.meshes) or "host"
+def flow_sections(plan: PlannedFlow, chart: FlowChart | None = None) -> list[Section | None]:
+    """The report of a flow.
+
+    Args:
+      plan: the flow's.
+      chart: of a recorded run, whose times come first, or with seconds that the plan does not know; None: neither.
+    """
+    meshes = meshes_of(plan)
+    return [_head(plan, chart), _nodes(plan, meshes), _edges(plan, meshes), _memory(plan)]
 
 
-def flow_sections(plan: PlannedFlow) -> list[Section | None]:
-    """The report of a flow."""
-    return [_head(plan), _nodes(plan), _edges(plan), _memory(plan)]
+def meshes_of(plan: PlannedFlow) -> dict[AnyMesh, MeshText]:
+    """The meshes of a flow, each with a text of its own."""
+    return mesh_texts(mesh for node in plan.nodes for mesh in node.work.meshes)
 
 
-def _head(plan: PlannedFlow) -> Section:
+def _head(plan: PlannedFlow, chart: FlowChart | None) -> Section:
     built = plan.built
-    unknown = [n.name for n in plan.nodes if n.work.seconds is None and n.number]
     without = 0 if plan.has_inputs else 1  # of the inputs' node and actor, which nobody called
     lines = [
         f"{number_text(len(plan.nodes) - without, 'node')} in {number_text(len(built.rows) - without, 'actor')}; "
         f"{bytes_text(plan.bytes)} move in a round",
-        f"A round takes {seconds_text(plan.seconds)} of many"
-        + (f", without {_some(unknown)}, whose seconds nobody knows" if unknown else ""),
+        *times_of_round(plan, chart),
         "It cannot deadlock: shown by one run without time",
     ]
     if len(built.ends) > 1 or plan.has_inputs:
-        ends = [n.name for n in built.ends if (n.number or plan.has_inputs) and not isinstance(n.work, StackWork)]
+        ends = [n for n in built.ends if (n.number or plan.has_inputs) and not isinstance(n.work, StackWork)]
         lines.append(f"It ends early if {' or '.join(_folded(ends))} has no more")
     return Section(f"Flow {plan.round.where}", lines=lines)
 
 
-def _some(names: Sequence[str]) -> str:
-    first = list(dict.fromkeys(map(base_name, names)))
-    return ", ".join(first[:MOST]) + (", ..." if len(first) > MOST else "")
-
-
-def _folded(names: Sequence[str]) -> list[str]:
-    """Names; of several calls of one name the name, and how many they are: `play x16`."""
-    count = Counter(map(base_name, names))
-    return [times_text(name, n) for name, n in count.items()]
-
-
-def _alike(rows: Iterable[tuple[str, ...]], names: Sequence[int], number: int | None = None) -> list[tuple[str, ...]]:
-    """Rows of which those that differ only in the numbers of calls are one, with how many they are.
-
-    Args:
-      rows: the rows.
-      names: the columns that name calls.
-      number: the column of an actor's number, which is a range then.
-    """
-    groups: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
-    for row in rows:
-        key = tuple(base_name(x) if i in names else "" if i == number else x for i, x in enumerate(row))
-        groups.setdefault(key, []).append(row)
-    found: list[tuple[str, ...]] = []
-    for key, group in groups.items():
-        made = list(group[0] if len(group) == 1 else key)
-        if number is not None:
-            made[number] = numbers_text(int(row[number]) for row in group)
-        for i in names:
-            if len({row[i] for row in group}) > 1:
-                made[i] = times_text(made[i], len(group))
-        found.append(tuple(made))
-    return found
-
-
-def _nodes(plan: PlannedFlow) -> Section:
-    actor = plan.built.actor
-    rows = [
-        (
-            str(actor[n]), n.name, where_text(n), "each round" if n.every == 1 else f"every {n.every} rounds",
-            "" if n.work.seconds is None else seconds_text(n.work.seconds), n.source,
+def times_of_round(plan: PlannedFlow, chart: FlowChart | None) -> Iterator[str]:
+    """Lines with the time of a round: measured, if a run was recorded, then planned, and what is unknown of it."""
+    if chart is not None and len(chart.tracks) > 1:
+        planned, measured = chart.tracks
+        yield (
+            f"A round took {chart.round_text(measured)}, averaged over {number_text(chart.rounds, 'recorded round')} "
+            f"with each node waited for; planned: {chart.round_text(planned)}"
+            + (f", {planned.note}" if planned.note else "")
         )
-        for n in plan.nodes
-        if n.number or plan.has_inputs
-    ]  # fmt: skip
-    rows = _alike(sorted(rows, key=_number), (1,), 0)
-    return Section("Nodes, by actor", (">actor", "node", "where", "runs", ">time", "called in"), rows)
+        return
+    yield f"A round takes {average_text(plan, chart)}, averaged over rounds"
+    yield from how_to_tell(plan.unknown if chart is None else chart.unknown)
 
 
-def _number(row: Sequence[str]) -> int:
-    return int(row[0])
+def average_text(plan: PlannedFlow, chart: FlowChart | None) -> str:
+    """`30.0 ms`, or `at least 30.0 ms`: the time of a round as planned, with the seconds that a chart was given."""
+    if chart is None:
+        return least(plan.unknown) + seconds_text(plan.seconds)
+    return least(chart.unknown) + seconds_text(plan.average(chart.said))
 
 
-def _edges(plan: PlannedFlow) -> Section | None:
-    rows = _alike([_edge(e) for e in plan.edges if e.moves], (0, 1))
+def how_to_tell(unknown: Sequence[FlowNode]) -> Iterator[str]:
+    """A line about nodes whose seconds are unknown, if there are some."""
+    if unknown:
+        text = unknown_text(unknown)
+        yield f"{text[0].upper()}{text[1:]}: shardc.host(..., seconds=) says it, run(..., record=True) measures it"
+
+
+def _folded(nodes: Sequence[FlowNode]) -> list[str]:
+    """Names; of several calls of one function its name, and how many they are: `play x16`."""
+    return [times_text(name, n) for name, n in Counter(n.function for n in nodes).items()]
+
+
+# -- tables whose rows are nodes, or pairs of them
+
+_Row: TypeAlias = tuple[Any, ...]
+"""The cells of a row: texts, and what `_cell` folds: nodes, meshes with words around them, numbers of actors."""
+
+
+class _At(NamedTuple):
+    """A mesh with the words around it."""
+
+    before: str
+    mesh: MeshText
+    after: str
+
+
+def _alike(rows: Iterable[_Row]) -> list[tuple[str, ...]]:
+    """Rows as texts, of which those that differ only in the numbers of calls and actors, and in the devices of meshes,
+    are one."""
+    groups: dict[tuple[str, ...], list[_Row]] = {}
+    for row in rows:
+        groups.setdefault(tuple(map(_kind_of, row)), []).append(row)
+    return [tuple(map(_cell, zip(*group, strict=True))) for group in groups.values()]
+
+
+def _kind_of(x: Any) -> str:
+    """The part of a cell that rows in one group share."""
+    match x:
+        case FlowNode():
+            return x.function
+        case _At():
+            return f"{x.before}{x.mesh.shape}{x.after}"
+        case int():
+            return ""
+        case _:
+            return str(x)
+
+
+def _cell(column: tuple[Any, ...]) -> str:
+    """The text of a cell of a group, given that of each row."""
+    first = column[0]
+    match first:
+        case FlowNode():
+            nodes = dict.fromkeys(column)
+            return first.name if len(nodes) == 1 else times_text(first.function, len(column))
+        case _At():
+            devices = [d for d in dict.fromkeys(x.mesh.devices for x in column) if d]
+            some = devices[:MOST] + [f"{len(devices) - MOST} more"] * (len(devices) > MOST)
+            return f"{first.before}{MeshText(first.mesh.shape, '; '.join(some))}{first.after}"
+        case int():
+            return numbers_text(dict.fromkeys(column))
+        case _:
+            return str(first)
+
+
+def _nodes(plan: PlannedFlow, meshes: Mapping[AnyMesh, MeshText]) -> Section:
+    actor = plan.built.actor
+    nodes = sorted((n for n in plan.nodes if n.number or plan.has_inputs), key=lambda n: (actor[n], n.number))
+    rows = _alike(
+        (
+            actor[n], n, _where(n, meshes), "each round" if n.every == 1 else f"every {n.every} rounds",
+            "unknown" if n.work.seconds is None else seconds_text(n.work.seconds), n.source,
+        )
+        for n in nodes
+    )  # fmt: skip
+    return Section("Nodes, by actor", (">actor", "node", "where", "runs", ">time of a call", "called in"), rows)
+
+
+def _where(node: FlowNode, meshes: Mapping[AnyMesh, MeshText]) -> _At | str:
+    found = [meshes[m] for m in node.work.meshes]
+    return _At("", found[0], "") if len(found) == 1 else " and ".join(map(str, found)) or "host"
+
+
+def _edges(plan: PlannedFlow, meshes: Mapping[AnyMesh, MeshText]) -> Section | None:
+    rows = _alike(_edge(e, meshes) for e in plan.edges if e.moves)
     if not rows:
         return None
-    return Section(
-        "What is handed over", ("from", "to", "late", ">values", "how", ">bytes", ">registers", ">of bytes"), rows
-    )
+    columns = ("from", "to", "made", ">values", "how", ">bytes", ">registers", ">of bytes")
+    late = any(e.delay > 1 for e in plan.edges if e.moves)
+    return Section("What is handed over", columns, rows, [MADE] if late else [])
 
 
-def _edge(e: Edge) -> tuple[str, ...]:
-    late = "" if not e.delay else f"{number_text(e.delay, 'round')}"
+MADE: Final = (
+    "made: seen from the round that takes a value. The state was made 1 round before, shardc.late(state, 1) therefore "
+    "2 rounds before."
+)
+
+
+def _edge(e: Edge, meshes: Mapping[AnyMesh, MeshText]) -> _Row:
     return (
-        e.giver.name, e.taker.name, late, str(len(e.moves)), how_text(e), bytes_text(e.bytes) if e.bytes else "-",
+        e.giver, e.taker, made_text(e), str(len(e.moves)), how(e, meshes), bytes_text(e.bytes) if e.bytes else "-",
         "any" if e.registers is None else str(e.registers), bytes_text(e.held_bytes),
     )  # fmt: skip
 
 
-def how_text(e: Edge) -> str:
+def made_text(e: Edge) -> str:
+    """`2 rounds before`; empty for a value of the same round."""
+    return f"{number_text(e.delay, 'round')} before" if e.delay else ""
+
+
+def how(e: Edge, meshes: Mapping[AnyMesh, MeshText]) -> _At | str:
     """`stays`, `to the host`, `to data=4 at B`, with `copied` where the giver keeps a copy."""
     moved = [m for m in e.moves if not e.stays(m)]
     copied = ", copied" if any(m.copied for m in e.moves) else ""
     if not moved:
         return f"stays{copied}"
-    there = {_place_text(e.places(m)[1]) for m in moved}
+    there = sorted({_place_text(e.places(m)[1]) for m in moved})
     mesh = e.places(moved[0])[1].mesh
     if mesh is None:
         return f"to the host{copied}"
-    return f"to {mesh_text(mesh)} at {there.pop() if len(there) == 1 else 'several placements'}{copied}"
+    some = there[:MOST] + [f"{len(there) - MOST} more"] * (len(there) > MOST)
+    return _At("to ", meshes[mesh], f" at {' and '.join(some)}{copied}")
+
+
+def how_text(e: Edge, meshes: Mapping[AnyMesh, MeshText]) -> str:
+    return _cell((how(e, meshes),))
 
 
 def _place_text(place: LeafPlace) -> str:
@@ -140,9 +213,9 @@ def _place_text(place: LeafPlace) -> str:
 
 def _memory(plan: PlannedFlow) -> Section:
     rows = [
-        (name, bytes_text(need), "" if most is None else bytes_text(most))
-        for name, need, most in plan.memory_by_row
+        (row[0] if len(row) == 1 else name, bytes_text(need), "" if most is None else bytes_text(most))
+        for row, (name, need, most) in zip(plan.built.rows, plan.memory_by_row, strict=True)
         if need
     ]
-    rows = _alike(rows, (0,))
-    return Section("Memory on each device, with all registers full", ("actor", ">at most", ">it has"), rows)
+    columns = ("actor", ">at most", ">it has")
+    return Section("Memory on each device, with all registers full", columns, _alike(rows))

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
+import inspect
 import multiprocessing
+import pickle
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
+from multiprocessing.util import Finalize
 from queue import Empty, SimpleQueue
 from typing import Any, Final, Protocol
 
@@ -15,7 +21,9 @@ import jax
 import numpy as np
 
 from shardc import compat
-from shardc.dataflow.round import aval_of, traced_round
+from shardc.arrays.frozen import read_only
+from shardc.dataflow.round import Round, aval_of, traced_round
+from shardc.dataflow.value import Nothing
 from shardc.dataflow.work import HostWork, stacked_gives
 from shardc.errors import ArgumentError, FlowError
 from shardc.passes.trace.trace import where_of
@@ -36,6 +44,10 @@ class Host:
         self.name = getattr(getattr(fn, "func", fn), "__name__", type(fn).__name__)
         self.__name__ = self.name
 
+    def __repr__(self) -> str:
+        copies = "" if self.copies is None else f", copies={self.copies}"
+        return f"Host({where_of(self.fn)}{copies}, where={self.where!r})"
+
     @compat.api_boundary
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.call(args, kwargs, 1)
@@ -46,16 +58,19 @@ class Host:
         if round is None:
             return self.fn(*args, **kwargs)
         source = compat.users_line()
+        self._refuse_call(round, args, kwargs)
         leaves, tree = jax.tree.flatten((args, kwargs))
+        round.refuse_nothing(self.name, leaves)
         if self.copies is None:
             work = self._work(self.fn, tree, len(leaves))
-            return work.out_tree.unflatten(
-                round.values_of(round.add(self.name, work, leaves, work.results, every, source))
-            )
+            made = round.values_of(round.add(self.name, work, leaves, work.results, every, source, self))
+            return Nothing(self.name, round) if self.gives is None else work.out_tree.unflatten(made)
         made: list[Any] = []
         for copy in range(self.copies):
             work = self._work(partial(self.fn, copy), tree, len(leaves))
-            made += round.values_of(round.add(self.name, work, leaves, work.results, every, source))
+            made += round.values_of(round.add(self.name, work, leaves, work.results, every, source, self))
+        if self.gives is None:
+            return Nothing(self.name, round)
         count = len(jax.tree.leaves(self.gives))
         one_by_one = jax.tree.structure((tuple(made), {}))
         stack = StackWork(
@@ -63,8 +78,23 @@ class Host:
             tuple(jax.tree.leaves(stacked_gives(self.gives, self.copies))),
             f"{self.name} together", seconds=0.0,
         )  # fmt: skip
-        leaves = round.values_of(round.add(stack.name, stack, made, stack.results, every, source))
+        leaves = round.values_of(round.add(stack.name, stack, made, stack.results, every, source, self))
         return jax.tree.unflatten(jax.tree.structure(self.gives), leaves)
+
+    def _refuse_call(self, round: Round, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raise ArgumentError for arguments that the function does not take."""
+        try:
+            signature = inspect.signature(self.fn)
+        except (TypeError, ValueError):  # of C
+            return
+        number = () if self.copies is None else (0,)
+        try:
+            signature.bind(*number, *args, **kwargs)
+        except TypeError as error:
+            first = "" if self.copies is None else "; with copies= the first argument is the number of the copy"
+            raise ArgumentError(
+                f"{round.where} calls {where_of(self.fn)}, which takes {signature}: {error}{first}."
+            ) from None
 
     def _work(self, call: Callable[..., Any], tree: Any, leaves: int) -> HostWork:
         keywords: Any = {"credits": self.credits, "seconds": self.seconds, "process": self.process}
@@ -76,7 +106,13 @@ class Host:
 
 def _stacked(count: int, *made: Any) -> Any:
     """Results of `count` leaves each, stacked leaf by leaf."""
-    return tuple(np.stack(made[i::count]) for i in range(count)) if count else ()
+    return tuple(_stack(made[i::count]) for i in range(count)) if count else ()
+
+
+def _stack(made: Sequence[Any]) -> Any:
+    whole = np.stack(made)
+    whole.flags.writeable = False  # nobody else has it: no copy is needed
+    return whole
 
 
 class StackWork(HostWork):
@@ -121,15 +157,18 @@ class _ElsewhereWork(HostWork):
             alive = helper.alive
             self.end()
             if alive:
-                raise FlowError(
-                    f"{self.name} has not returned within its deadline of {self._deadline:g} s, in round {round}."
-                )
+                raise FlowError(f"{self.name} {helper.late}, in round {round}.")
             lost += 1
             self.restarts += 1
             if lost == _TRIES:
                 raise FlowError(f"{self.name}: its process has died {_TRIES} times in round {round}: {helper.death}.")
 
 
+_LATE: Final = "has not returned within its deadline of {:g} s"
+START: Final = 120.0
+"""Seconds that the process of a function with a deadline has to start: it imports JAX, and the function's module."""
+_SHOWING: Final = 0.5
+"""Seconds beyond a deadline in which a process shows what its threads do."""
 _TRIES: Final = 3
 """So often a call is made again whose process dies."""
 
@@ -140,7 +179,10 @@ class _Helper(Protocol):
     Attributes:
       alive: whether it can be asked again.
       death: how it ended.
+      late: what has not come in time.
     """
+
+    late: str
 
     def __init__(self, call: Callable[..., Any], name: str) -> None: ...
     @property
@@ -158,7 +200,7 @@ class _Thread:
     """A thread that calls a function. One that never returns is left alone."""
 
     alive = True
-    death = ""
+    death = late = ""
 
     def __init__(self, call: Callable[..., Any], name: str) -> None:
         self._asked: SimpleQueue[Any] = SimpleQueue()
@@ -170,6 +212,7 @@ class _Thread:
         try:
             return self._answers.get(timeout=deadline)
         except Empty:
+            self.late = _LATE.format(deadline)
             return None
 
     def close(self) -> None:
@@ -183,7 +226,8 @@ def _serve(call: Callable[..., Any], asked: SimpleQueue[Any], answers: SimpleQue
 
 def _answer(call: Callable[..., Any], given: Any) -> tuple[Any, BaseException | None]:
     try:
-        return call(*given[0], **given[1]), None
+        args, kwargs = jax.tree.map(read_only, given)  # in a process of its own as in this one
+        return call(*args, **kwargs), None
     except BaseException as error:  # noqa: BLE001 - it is raised where the answer is read
         return None, error
 
@@ -191,11 +235,14 @@ def _answer(call: Callable[..., Any], given: Any) -> tuple[Any, BaseException | 
 class _Process:
     """A process that calls a function, which pickle must be able to find by name."""
 
+    late = ""
+
     def __init__(self, call: Callable[..., Any], name: str) -> None:
         context = multiprocessing.get_context("spawn")
         self._here, there = context.Pipe()
-        self._process = context.Process(target=_serve_process, args=(there, call), name=name, daemon=True)
         try:
+            pickled = bytes(ForkingPickler.dumps(call))  # it is unpickled when the process can show what it does
+            self._process = context.Process(target=_serve_process, args=(there, pickled, START), name=name, daemon=True)
             self._process.start()
         except Exception as error:
             raise FlowError(
@@ -204,6 +251,8 @@ class _Process:
             ) from error
         there.close()
         self._is_ready = False
+        # at its end Python asks children to end, and waits for them; one that is stopped never does
+        self._killer = Finalize(self, self._process.kill, exitpriority=0)
 
     @property
     def alive(self) -> bool:
@@ -216,17 +265,21 @@ class _Process:
     def ask(self, given: Any, deadline: float | None) -> tuple[Any, BaseException | None] | None:
         try:
             if not self._is_ready:  # a deadline is for a call, not for the start
+                self.late = f"has no process yet: it has not started within {START:g} s"
+                if deadline is not None and not self._here.poll(START + _SHOWING):
+                    return None
                 self._here.recv()
                 self._is_ready = True
-            self._here.send(given)
-            if self._here.poll(deadline):
+            self._here.send((given, deadline))
+            if self._here.poll(None if deadline is None else deadline + _SHOWING):
                 return self._here.recv()
+            self.late = _LATE.format(deadline)
         except (EOFError, OSError):
             self._process.join()
         return None
 
     def close(self) -> None:
-        self._process.kill()
+        self._killer()
         self._process.join()
         self._here.close()
 
@@ -241,13 +294,14 @@ class _RayActor:
             raise FlowError(f"{name}: where=\"ray\": Ray is not installed; pip install 'shardc[ray]'.") from error
         self._actor = self._ray.remote(num_cpus=1, max_restarts=0)(_Asked).remote(call)
         self.alive = True
-        self.death = ""
+        self.death = self.late = ""
 
     def ask(self, given: Any, deadline: float | None) -> tuple[Any, BaseException | None] | None:
         asked = self._actor.ask.remote(given)
         try:
             return self._ray.get(asked, timeout=deadline)
         except self._ray.exceptions.GetTimeoutError:
+            self.late = _LATE.format(deadline)
             return None
         except self._ray.exceptions.RayActorError as error:
             self.alive, self.death = False, str(error).partition("\n")[0]
@@ -268,20 +322,35 @@ class _Asked:
         return jax.tree.map(np.asarray, made), error
 
 
-def _serve_process(there: Connection, call: Callable[..., Any]) -> None:
-    """The body of a simulator's process. It computes on the CPU: the devices are the flow's."""
+def _serve_process(there: Connection, pickled: bytes, start: float) -> None:
+    """The body of a simulator's process. It computes on the CPU: the devices are the flow's. If it is late, it shows
+    what its threads do."""
     jax.config.update("jax_platforms", "cpu")
+    with _shown_after(start):
+        call = pickle.loads(pickled)
     there.send(None)
     while True:
         try:
-            given = there.recv()
+            given, deadline = there.recv()
         except EOFError:
             return
-        made, error = _answer(call, given)
+        with _shown_after(deadline):
+            made, error = _answer(call, given)
         try:
             there.send((jax.tree.map(np.asarray, made), error))
         except Exception as failed:  # noqa: BLE001 - an error that pickle cannot take is told as text
             there.send((None, FlowError(f"{type(error or failed).__name__}: {error or failed}")))
+
+
+@contextmanager
+def _shown_after(seconds: float | None) -> Generator[None]:
+    """A context that shows on standard error where the threads of this process are, if it takes longer."""
+    if seconds is not None:
+        faulthandler.dump_traceback_later(seconds)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def _is_number(x: object) -> bool:

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from shardc.arrays.frozen import read_only
 from shardc.arrays.placed import as_jax, is_placed, put_leaf
 from shardc.dataflow.network import Edge, HandedLeaf
 from shardc.dataflow.work import LeafPlace
@@ -120,8 +121,8 @@ def _to_host_copied(x: Any) -> Any:
 
 
 def on_host(leaves: Sequence[Any]) -> list[Any]:
-    """Leaves as NumPy arrays; random keys, which NumPy has no type for, stay."""
-    return [_numpy(x) for x in leaves]
+    """Leaves as NumPy arrays that cannot be written to; random keys, which NumPy has no type for, stay."""
+    return [read_only(_numpy(x)) for x in leaves]
 
 
 def _numpy(x: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias
 
 from shardc.dataflow.network import Edge, FlowNetwork, NodeStep
 from shardc.dataflow.round import FlowNode, Round
@@ -14,6 +14,9 @@ from shardc.pipeline.schedule.simulate import Timeline, seconds_of_rounds, simul
 from shardc.report.tables import bytes_text
 from shardc.runtime.actor import Channel
 from shardc.runtime.deadlock import find_deadlock
+
+Seconds: TypeAlias = Mapping[str, Any] | Mapping[FlowNode, Any]
+"""The seconds of nodes, or of calls and functions by name."""
 
 
 class PlannedFlow:
@@ -84,22 +87,22 @@ class PlannedFlow:
 
     # -- time
 
-    def cost(self, seconds: Mapping[str, Any] | None = None) -> Callable[[NodeStep], float]:
+    def cost(self, seconds: Seconds | None = None) -> Callable[[NodeStep], float]:
         """The seconds of a step by its label.
 
         Args:
-          seconds: of nodes by name: a number, or a function that gives those of the next run. The name of a call stands
-            for all calls of that name. Others take what their plan says, and host functions nothing.
+          seconds: of nodes, or of calls and functions by name: a number, or a function that gives those of the next
+            run. Others take what their plan says, and host functions nothing.
         """
-        known = dict(seconds or {})
-        names = {n.name for n in self.nodes} | {n.name.partition("[")[0] for n in self.nodes}
-        if strange := sorted(set(known) - names):
+        known: Mapping[Any, Any] = seconds or {}
+        names = {n.name for n in self.nodes} | {n.function for n in self.nodes}
+        if strange := sorted(k for k in known if isinstance(k, str) and k not in names):
             raise FlowError(
                 f"{self.round.where}: seconds= names {', '.join(strange)}; nodes are {', '.join(sorted(names))}."
             )
         each: dict[int, Any] = {}
         for n in self.nodes:
-            each[n.number] = known.get(n.name, known.get(n.name.partition("[")[0], n.work.seconds or 0.0))
+            each[n.number] = next((known[k] for k in (n, n.name, n.function) if k in known), n.work.seconds or 0.0)
 
         def cost(label: NodeStep) -> float:
             found = each[label.node]
@@ -116,7 +119,7 @@ class PlannedFlow:
         link = view(meshes[0]).link
         return link.latency, channel.bytes / link.bandwidth
 
-    def simulate(self, rounds: int = 8, *, seconds: Mapping[str, Any] | None = None) -> Timeline:
+    def simulate(self, rounds: int = 8, *, seconds: Seconds | None = None) -> Timeline:
         """Some rounds under virtual time: makespan, busy and idle actors, registers in use.
 
         Args:
@@ -126,21 +129,30 @@ class PlannedFlow:
         """
         return simulate(self.network, self.cost(seconds), self.link, rounds)
 
-    def seconds_of(self, rounds: int, *, seconds: Mapping[str, float] | None = None) -> float:
+    def seconds_of(self, rounds: int, *, seconds: Seconds | None = None) -> float:
         """Seconds of so many rounds. Where all actors wait for one another, a million take no longer to find than some
         hundreds."""
         return seconds_of_rounds(self.network, self.cost(seconds), self.link, rounds)
 
+    @property
+    def unknown(self) -> list[FlowNode]:
+        """The nodes whose seconds nobody has said: they count as nothing, so that a round takes at least `seconds`."""
+        return [n for n in self.nodes if n.work.seconds is None and n.number]
+
     @cached_property
     def seconds(self) -> float:
-        """Seconds of a round, of many: host functions without `seconds=` take none."""
+        """Seconds of a round, averaged over many. A lower bound if some nodes are `unknown`."""
+        return self.average()
+
+    def average(self, seconds: Seconds | None = None) -> float:
+        """Seconds of a round, averaged over many, with these seconds of nodes."""
         many = 1000 * self.network.period
-        return self.seconds_of(many) / many
+        return self.seconds_of(many, seconds=seconds) / many
 
     def __repr__(self) -> str:
         return (
             f"FlowPlan({self.name}: {len(self.nodes)} nodes, {len(self.built.rows)} actors, {self.bytes} bytes a "
-            f"round, {self.seconds:.3g} s)"
+            f"round, {'at least ' * bool(self.unknown)}{self.seconds:.3g} s)"
         )
 
 

@@ -1,16 +1,20 @@
 """A flow in several processes: which process runs which actor, messages as bytes, and what all processes get to know.
 
 Every process runs the same script and traces the same round. An actor runs where the devices of its mesh are; Python on
-the host runs beside what reads its results, or where `process=` says. The inputs are read by process 0.
+the host runs beside what reads its results, or where `process=` says. The inputs are read by process 0. Each process
+hands its own state to the nodes that it runs, so values are compared before the first round.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Final
 
 import jax
 import numpy as np
@@ -18,19 +22,152 @@ from jax.sharding import Mesh
 
 from shardc.arrays.fetch import of_words, words
 from shardc.arrays.pieces import pack_array, unpack_array
-from shardc.arrays.remote import RemoteArray, is_small
+from shardc.arrays.remote import RemoteArray, is_remote, is_small
+from shardc.dataflow.beginning import LateValue, LateValues
 from shardc.dataflow.moves import LeafMove, stay, to_place
 from shardc.dataflow.network import Edge, FlowNetwork
 from shardc.dataflow.plan import PlannedFlow
-from shardc.dataflow.round import FlowNode
+from shardc.dataflow.round import Fixed, FlowNode
+from shardc.dataflow.shared import Shared
+from shardc.dataflow.value import RoundValue
+from shardc.dataflow.work import HOST
 from shardc.errors import ClusterError, FlowError, RoundFailedError, all_offenders
-from shardc.execute.process_group import group_of_run, look_at_run
+from shardc.execute.process_group import (
+    ProcessGroup,
+    environment,
+    given_whole,
+    group_of_run,
+    look_at_run,
+    value_facts,
+    value_text,
+)
+from shardc.execute.remote_stages import close_network, open_network
 from shardc.execute.remote_values import bring
-from shardc.machine.devices import processes_of
+from shardc.machine.devices import me, processes_of
+from shardc.passes.trace.trace import is_array
+from shardc.runtime.calls import processes_text, refuse_unlike
 from shardc.runtime.cluster import Cluster, current
 from shardc.runtime.distributed_network import DistributedNetwork
 from shardc.runtime.executor import Executor, ProcessShare
 from shardc.runtime.transport.link import Packed
+
+_log: Final = logging.getLogger("shardc")
+_HAS: Final = "the values that it has"
+_FIRST: Final = "the first item"
+_ITEMS: Final = "the number of items"
+_BESIDE: Final = (_HAS, _FIRST, _ITEMS)
+"""What may differ, or be unknown in some processes."""
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What a process says of a run before its first round.
+
+    Attributes:
+      rounds: how many at most; None: until the inputs or a host function have no more.
+      items: how many items the inputs have; None: nobody knows, or there are none.
+      first: the leaves of the first item.
+      values: arrays by name, wherever they live.
+    """
+
+    rounds: int | None
+    items: int | None
+    first: Sequence[Any]
+    values: Mapping[str, Any]
+
+
+def agree_on_run(plan: PlannedFlow, group: ProcessGroup, facts: RunFacts) -> None:
+    """Make sure that all processes begin the same run. Waits for them.
+
+    Args:
+      group: all processes.
+      facts: of this process. A value that it has whole is compared with those of the others that have it.
+
+    Raises:
+      DisagreementError: in all of them, with all that differs.
+    """
+    what = f"the flow {plan.name}"
+    has = {name: x for name, x in facts.values.items() if given_whole(x) and not is_remote(x)}
+    beside = {
+        _HAS: json.dumps(list(has)),
+        _FIRST: ", ".join(value_text(x) for x in facts.first if given_whole(x)),
+    }
+    if facts.items is not None:
+        beside[_ITEMS] = str(facts.items)
+    said = group.gather(what, {**_same(plan, facts.rounds), **beside})
+    refuse_unlike(what, group.members, [{k: v for k, v in each.items() if k not in _BESIDE} for each in said])
+    refuse_unlike(what, group.members, [{k: v for k, v in each.items() if k == _ITEMS} for each in said], True)
+    others = [p for p, each in zip(group.members, said, strict=True) if each[_FIRST] != said[0][_FIRST]]
+    if others and me() == group.members[0]:
+        _log.warning(
+            "%s: process 0 reads the inputs. Those of %s begin with another item, and are not read.",
+            plan.round.where, processes_text(others),
+        )  # fmt: skip
+    count = Counter(name for each in said for name in json.loads(each[_HAS]))
+    if any(n > 1 for n in count.values()):
+        common = [name for name in has if count[name] > 1]
+        group.agree(f"{what}, its values", value_facts(common, [has[name] for name in common]), where_known=True)
+
+
+def digest_of(plan: PlannedFlow) -> str:
+    """A digest that is equal where the same flow is planned alike."""
+    parts = [f"{n.name} every {n.every} {getattr(getattr(n.work, 'plan', None), 'digest', '')}" for n in plan.nodes]
+    parts += [
+        f"{e.giver}>{e.taker}>{e.delay}>{e.registers}>{[(m.output, m.argument) for m in e.moves]}" for e in plan.edges
+    ]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def _same(plan: PlannedFlow, rounds: int | None) -> dict[str, str]:
+    """What is the same in all processes: types and constants, the plan, releases and settings."""
+    round, source = plan.round, plan.nodes[0]
+    items = [(f"leaf {i} of the item", x) for i, x in enumerate(source.results)]
+    types = {
+        name: f"{x.dtype}[{','.join(map(str, x.shape))}]" for name, x in [(v.name, v) for v in round.state] + items
+    }
+    return {
+        **types,
+        **{name: repr(x) if isinstance(x, bool | str) else type(x).__name__ for name, x in round.constants},
+        "rounds=": str(rounds),
+        "the structure of the item": str(getattr(source.work, "out_tree", "")),
+        "the plan": f"digest {digest_of(plan)[:12]}",
+        **environment(),
+    }
+
+
+def values_of_state(
+    plan: PlannedFlow, state: Sequence[Any], pending: Mapping[str, Sequence[Any]] | None
+) -> dict[str, Any]:
+    """The arrays that a run begins with, by name."""
+    found = {v.name: x for v, x in zip(plan.round.state, state, strict=True)}
+    for name, turns in (pending or {}).items():
+        for turn, values in enumerate(turns):
+            leaves = jax.tree.leaves(values)
+            found |= {f"pending {name}, message {turn}, leaf {i}": x for i, x in enumerate(leaves)}
+    return found
+
+
+def values_of_nodes(plan: PlannedFlow, shared: Sequence[Shared]) -> dict[str, Any]:
+    """The arrays that are known since the round was traced, by name: they stay the same in all runs.
+
+    Args:
+      shared: the states that calls of the round change. One that was changed is known where it lives.
+    """
+    found: dict[str, Any] = {}
+    for node in plan.nodes:
+        given = [(i, x) for i, x in enumerate(node.given) if is_array(x) and not isinstance(x, RoundValue)]
+        found |= {f"argument {i} of {node}": x for i, x in given}
+        program = getattr(getattr(node.work, "plan", None), "program", None)
+        found |= {f"captured array {i} of {node}": x for i, x in enumerate(getattr(program, "captured", ()))}
+    for edge in plan.edges:
+        firsts = [f for move in edge.moves for f in move.first if isinstance(f, Fixed)]
+        found |= {f"first= {i} of {edge.giver} for {edge.taker}": f.array for i, f in enumerate(firsts)}
+    for number, one in enumerate(shared):
+        found |= {} if one.changes else {f"leaf {i} of shared state {number}": x for i, x in enumerate(one.leaves)}
+    return found
+
+
+# --- the actors and their messages ------------------------------------------------------------------------------------
 
 
 def process_of_rows(built: FlowNetwork) -> list[int]:
@@ -64,6 +201,12 @@ def process_of_rows(built: FlowNetwork) -> list[int]:
     return [found[a] for a in range(len(built.rows))]
 
 
+def nodes_here(built: FlowNetwork) -> frozenset[FlowNode]:
+    """The nodes that run in this process."""
+    processes = process_of_rows(built)
+    return frozenset(n for n in built.round.nodes if processes[built.actor[n]] == me())
+
+
 class RemoteFlow:
     """The other processes of a flow.
 
@@ -74,8 +217,8 @@ class RemoteFlow:
     """
 
     def __init__(self, plan: PlannedFlow, processes: Sequence[int], wide: bool) -> None:
-        cluster, group = current(), group_of_run()
-        if cluster is None or group is None:
+        cluster = current()
+        if cluster is None or cluster.processes == 1:
             raise ClusterError(
                 f"{plan.round.where}: its nodes are in processes {', '.join(map(str, sorted(set(processes))))}, which "
                 "know nothing of each other; start them with python -m shardc run --processes n --islands n script.py."
@@ -83,21 +226,21 @@ class RemoteFlow:
         self.cluster: Cluster = cluster
         self.epoch = cluster.epoch
         self._built, self._processes, self._where = plan.built, list(processes), plan.round.where
-        digest = hashlib.sha256(_text_of(plan).encode()).hexdigest()
-        group.agree(f"the flow {plan.name}", {"its plan": digest[:12]})
+        self._name = f"a run of the flow {plan.name}, its first state"
+        digest = digest_of(plan)
         links = {p: cluster.link(p) for p in range(cluster.processes) if p != cluster.me}
         number = int.from_bytes(hashlib.sha256(f"{digest} {cluster.count(digest)}".encode()).digest()[:8])
         codec = _Codec(plan.built.edges, wide)
         self.network = DistributedNetwork(plan.network, number, [(p,) for p in processes], links, codec)
-        self._finalizer = weakref.finalize(self, self.network.close)
+        self._finalizer = weakref.finalize(self, close_network, self.network, cluster)
 
     @property
     def share(self) -> ProcessShare:
         """The actors of this process, for the executor."""
-        return ProcessShare(self.network.mine, self.network.ports, self.cluster.config.deadline, look_at_run)
+        return ProcessShare(self.network.mine, self.network.ports, self.cluster.config.patience, look_at_run)
 
     def open(self, executor: Executor) -> None:
-        self.network.open(executor.mailboxes, self.cluster.config.deadline)
+        open_network(self.network, executor, self.cluster)
 
     def close(self) -> None:
         self._finalizer()
@@ -141,7 +284,7 @@ class RemoteFlow:
         )  # fmt: skip
 
     def brought(self, state: Sequence[Any]) -> list[Any]:
-        """The state with those leaves here that several processes read when a run begins."""
+        """The state with those leaves here that a process reads when a run begins that has not made them."""
         readers: dict[int, set[int]] = {}
         for edge in self._built.edges:
             for i in (f for m in edge.moves for f in m.first if isinstance(f, int)):
@@ -149,9 +292,10 @@ class RemoteFlow:
         for node, constants in self._built.constants.items():
             for i in constants.values():
                 readers.setdefault(i, set()).add(self._process_of(node))
-        wanted = [i for i, processes in sorted(readers.items()) if len(processes) > 1]
+        makers = {i: {self._process_of(o.node)} for i, o in enumerate(self._built.state) if o.node is not None}
+        wanted = [i for i, found in sorted(readers.items()) if len(found) > 1 or not found <= makers.get(i, found)]
         found = list(state)
-        for i, x in zip(wanted, bring([state[i] for i in wanted]), strict=True):
+        for i, x in zip(wanted, bring([state[i] for i in wanted], self._name), strict=True):
             found[i] = x
         return found
 
@@ -182,41 +326,73 @@ class RemoteFlow:
                 found.append(RemoteArray(avals[i], place.placement, place.mesh))
         return found
 
+    def _home(self, value: LateValue, k: int) -> int:
+        """The process that has a late value when a run ends; -1: all have it."""
+        return self._process_of(value.back[k][0][0]) if value.back[k] else -1
+
+    def brought_late(self, late: LateValues, made: Mapping[tuple[LateValue, int], Any]) -> dict[Any, Any]:
+        """Late values with those here that nodes of several processes take."""
+        wanted = [
+            (value, k)
+            for value, k in late.entries()
+            if len({self._process_of(n) for n, _ in value.back[k]} | {self._home(value, k)}) > 1
+        ]
+        return {**made, **dict(zip(wanted, bring([made[key] for key in wanted]), strict=True))}
+
+    def known_late(self, late: LateValues, made: Mapping[tuple[LateValue, int], Any]) -> dict[Any, Any]:
+        """The late values that a run leaves, in all processes: of what is on the devices of another one, only where it
+        is, unless it is small."""
+        found: dict[Any, Any] = {}
+        sent: dict[tuple[int, int], Any] = {}
+        mine: dict[tuple[int, int], Sequence[Any]] = {}
+        homes: dict[tuple[int, int], int] = {}
+        entries = late.entries()
+        for i, (value, k) in enumerate(entries):
+            home = self._home(value, k)
+            place = value.back[k][0][1] if value.back[k] else HOST
+            if home in (-1, self.cluster.me) and (value, k) in made:
+                found[value, k] = made[value, k]
+            if home == -1:
+                continue
+            if isinstance(place.mesh, Mesh) and place.placement is not None and not is_small(value.aval):
+                found.setdefault((value, k), RemoteArray(value.aval, place.placement, place.mesh))
+                continue
+            sent[i, 0], homes[i, 0] = value.aval, home
+            if home == self.cluster.me:
+                mine[i, 0] = [made[value, k]] if (value, k) in made else []
+        told = self.exchange(mine, sent, homes)
+        return found | {entries[i]: told[i, 0][0] for i, _ in sent if told[i, 0]}
+
     def _process_of(self, node: FlowNode) -> int:
         return self._processes[self._built.actor[node]]
 
     def exchange(
-        self, mine: Mapping[tuple[int, int], Sequence[Any]], of: Mapping[tuple[int, int], Any]
-    ) -> dict[Any, Any]:
+        self, mine: Mapping[tuple[int, int], Sequence[Any]], of: Mapping[tuple[int, int], Any],
+        homes: Mapping[tuple[int, int], int] | None = None,
+    ) -> dict[Any, Any]:  # fmt: skip
         """The results of all nodes in all processes, which call this together.
 
         Args:
           mine: what nodes of this process gave, by node and result leaf.
           of: the type of each result, by node and leaf, of all processes.
+          homes: the process that has each; None: that of the node.
         """
+        if homes is None:
+            homes = {key: self._process_of(self._built.round.nodes[key[0]]) for key in of}
         cluster, tag = self.cluster, f"flow {self.network.number} {self.cluster.count('flow results')}"
         found: dict[Any, Any] = dict(mine)
         for key in sorted(of):
-            if self._process_of(self._built.round.nodes[key[0]]) == cluster.me:
+            if homes[key] == cluster.me:
                 whole = np.stack([np.asarray(words(x)) for x in mine[key]]) if mine[key] else None
                 for p in range(cluster.processes):
                     if p != cluster.me:
                         cluster.link(p).send_tagged(tag, (b"", ()) if whole is None else pack_array(whole))
         for key in sorted(of):
-            home = self._process_of(self._built.round.nodes[key[0]])
+            home = homes[key]
             if home != cluster.me:
-                packed = cluster.link(home).receive_tagged(tag, cluster.config.deadline)
+                packed = cluster.receive_tagged(home, tag, "for the results of a flow's run")
                 found[key] = [of_words(x, of[key].dtype) for x in unpack_array(packed)] if packed[0] else []
         return found
-
-
-def _text_of(plan: PlannedFlow) -> str:
-    """A text that is equal where the same flow is planned alike."""
-    parts = [f"{n.name} every {n.every} {getattr(getattr(n.work, 'plan', None), 'digest', '')}" for n in plan.nodes]
-    parts += [
-        f"{e.giver}>{e.taker}>{e.delay}>{e.registers}>{[(m.output, m.argument) for m in e.moves]}" for e in plan.edges
-    ]
-    return "\n".join(parts)
 
 
 def sender(keep: Sequence[bool]) -> LeafMove:

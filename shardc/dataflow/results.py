@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from os import PathLike
 from typing import Any
 
 import jax
 
-from shardc.dataflow.chart import measured_flow_chart, seconds_by_node
-from shardc.dataflow.moves import to_place
-from shardc.dataflow.network import FlowNetwork
+from shardc.dataflow.beginning import LateValue, LateValues, entering, known
+from shardc.dataflow.chart import FlowChart, measured_flow_chart, seconds_by_node
 from shardc.dataflow.page import flow_page
 from shardc.dataflow.plan import PlannedFlow
 from shardc.dataflow.remote import RemoteFlow
-from shardc.dataflow.round import Fixed, FlowNode, Origin
+from shardc.dataflow.round import FlowNode, Origin
 from shardc.dataflow.value import RoundValue
-from shardc.dataflow.work import LeafPlace
 from shardc.errors import FlowError
-from shardc.report.chart import Chart
 from shardc.report.drawn import Drawn
 from shardc.report.page.page import write_page
 from shardc.runtime.actor import Span
@@ -30,7 +27,8 @@ class Rounds(list[Any], Drawn):
     """The values that each round of a run gave, in order. A recorded run can be drawn, planned above measured.
 
     Attributes:
-      pending: what delayed channels hold at the end, as a pytree of arrays; for `run(..., pending=)` to go on from.
+      pending: what late values of the last rounds are, besides the state: a list of arrays for each, the oldest first,
+        for `run(..., pending=)` to go on from. Empty if nothing is late.
       spans: the times of all nodes, if the run recorded them.
     """
 
@@ -45,10 +43,13 @@ class Rounds(list[Any], Drawn):
     @property
     def seconds(self) -> dict[str, float]:
         """The mean seconds of each node, of a run that recorded them."""
-        return {name: sum(times) / len(times) for name, times in seconds_by_node(self.spans).items()}
+        if self._plan is None:
+            return {}
+        nodes = self._plan.nodes
+        return {nodes[n].name: sum(times) / len(times) for n, times in seconds_by_node(self.spans).items()}
 
     @property
-    def chart(self) -> Chart:
+    def chart(self) -> FlowChart:
         if self._plan is None or not self.spans:
             raise FlowError("Nothing to show: no round was recorded; run(..., record=True) records them.")
         return measured_flow_chart(self._plan, self.spans, len(self))
@@ -76,10 +77,10 @@ class RunResults:
     """
 
     def __init__(
-        self, plan: PlannedFlow, here: frozenset[FlowNode], state: Sequence[Any], items: Any,
-        past: Mapping[str, Sequence[Any]],
+        self, plan: PlannedFlow, here: frozenset[FlowNode], state: Sequence[Any], items: Any, late: LateValues,
+        past: Mapping[tuple[LateValue, int], Any],
     ) -> None:  # fmt: skip
-        self._plan, self._built, self._here, self._past = plan, plan.built, here, past
+        self._plan, self._built, self._here, self._late, self._past = plan, plan.built, here, late, past
         self.record = False
         self.turns: Callable[[], AbstractContextManager[object]] = nullcontext
         self.fired = dict.fromkeys((s.label for row in plan.network.actors for s in row), 0)
@@ -126,15 +127,19 @@ class RunResults:
         found = remote.exchange({(n.number, i): xs for (n, i), xs in self._logs.items()}, types)
         self._logs = {(n, i): found[n.number, i] for n, i in self._logs}
 
-    def past(self, rounds: int) -> dict[str, list[Any]]:
-        """The values that the rounds after so many return late, and those that become state late in them."""
+    def past(self, rounds: int) -> dict[tuple[LateValue, int], Any]:
+        """What the last of so many rounds made and later ones return, or have as state."""
         outs = self._built.outs
-        return {
-            name: [
-                self.leaf(i, rounds + k) if is_state else self._out(i, outs[i], rounds + k) for k in range(len(firsts))
-            ]
-            for name, (is_state, i, firsts) in late_parts(self._built, self._here).items()
-        }
+        found: dict[tuple[LateValue, int], Any] = {}
+        for i, value in self._late.of_out.items():
+            o = outs[i]
+            assert o is not None
+            found |= {(value, k): self._out(i, o, rounds + o.delay - k) for k in value.back if k <= o.delay}
+        for i, value in self._late.of_state.items():
+            delay = self._built.state[i].delay
+            if value.node in self._here:
+                found |= {(value, k): self.leaf(i, rounds + delay - 1 - k) for k in value.back if k < delay}
+        return found
 
     def state(self, round: int) -> list[Any]:
         """The state after a round; -1: before the first one."""
@@ -147,7 +152,7 @@ class RunResults:
             return first[origin.index]
         made = round + 1 - origin.delay
         if made < 0:
-            return self._past[f"state {i}"][round] if round >= 0 else known(origin.first[0], first)
+            return self._past[self._late.of_state[i], -made] if round >= 0 else known(origin.first[0], first)
         kept = self._state[origin.node]
         return (kept[made] if self._built.apart == 0 else kept.get(made, kept[max(kept)]))[origin.index]
 
@@ -176,30 +181,9 @@ class RunResults:
             return self._first_state[origin.index]
         made = r - origin.delay
         if made < 0:
-            return self._past[f"returned {i}"][r]
+            return self._past[self._late.of_out[i], -made]
         every = origin.node.every
         if (made + 1) % every:
             return None
         logs = self._logs[origin.node, origin.index]
         return logs[made // every] if made // every < len(logs) else None
-
-
-def known(first: int | Fixed, state: Sequence[Any]) -> Any:
-    return first.array if isinstance(first, Fixed) else state[first]
-
-
-def late_parts(built: FlowNetwork, here: Collection[FlowNode]) -> dict[str, tuple[bool, int, list[int | Fixed]]]:
-    """By a name, whether it is a leaf of the state, its number, and what stands for it in the first rounds: for each
-    result that is returned late, and each leaf that becomes state late, of nodes that run here."""
-    outs = {
-        f"returned {i}": (False, i, o.first)
-        for i, o in enumerate(built.outs)
-        if o is not None and o.first and o.node in here
-    }
-    return outs | {
-        f"state {i}": (True, i, o.first[1:]) for i, o in enumerate(built.state) if o.first[1:] and o.node in here
-    }
-
-
-def entering(place: LeafPlace, aval: Any) -> Callable[[Any], Any]:
-    return (lambda x: x) if place.mesh is None else to_place(place, aval)

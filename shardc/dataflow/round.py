@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from itertools import count
 from typing import TYPE_CHECKING, Any, Final
 
 import jax
+import numpy as np
 
-from shardc.dataflow.value import INSIDE, Held, LateOrigin, Made, RoundValue
+from shardc.arrays.frozen import frozen
+from shardc.dataflow.value import INSIDE, Held, LateOrigin, Made, Nothing, RoundValue
 from shardc.errors import FlowError, TracingError, all_offenders
 from shardc.passes.trace.constants import key_of
 from shardc.passes.trace.trace import is_array, path_text
@@ -27,8 +29,9 @@ class FlowNode:
     """One call of a round.
 
     Attributes:
-      number: in the order of calls.
-      name: of what is called; calls of one name are numbered: `grad[1]`.
+      number: in the order of calls; it tells nodes apart.
+      name, function: for people, of the call and of what is called: `grad[1]` and `grad`. No other node has this name,
+        and no other function of the round: a second one that is called `grad` is `grad#2`.
       work: what runs.
       given: the flat arguments: Values, arrays and constants.
       results: shape and dtype of each result leaf.
@@ -38,6 +41,7 @@ class FlowNode:
 
     number: int
     name: str
+    function: str
     work: Work
     given: list[Any]
     results: Sequence[Any]
@@ -78,6 +82,7 @@ class Round:
       name, where: of the flow, and with its line.
       nodes: in the order of calls. The first one gives the inputs.
       state: the arrays among the state's leaves, as the round begins.
+      constants: the other leaves of the state, with their names.
       held: each state leaf as the round ends.
       outs, out_tree: what the round gives besides.
     """
@@ -86,6 +91,7 @@ class Round:
         self.name, self.where = name, where
         self.nodes: list[FlowNode] = []
         self.state: list[RoundValue] = []
+        self.constants: list[tuple[str, Any]] = []
         self.held: list[RoundValue] = []
         self.outs: list[Any] = []
         self._leaves: list[Any] = []
@@ -94,7 +100,8 @@ class Round:
         self.out_tree: Any = None
         self.on_end: list[Callable[[Round], None]] = []
         """What is to be done when all calls are known."""
-        self._names: Counter[str] = Counter()
+        self._names: set[str] = set()
+        self._functions: dict[tuple[str, object], str] = {}
 
     # -- tracing
 
@@ -112,9 +119,11 @@ class Round:
         """
         pairs, self._tree = jax.tree_util.tree_flatten_with_path(state)
         for path, x in pairs:
+            name = "/".join(filter(None, ("state", path_text(path))))
             if is_array(x):
-                name = "/".join(filter(None, ("state", path_text(path))))
                 self.state.append(RoundValue(_aval(x), Held(len(self.state)), self, name))
+            else:
+                self.constants.append((name, x))
             self._leaves.append(self.state[-1] if is_array(x) else x)
         args = [self._tree.unflatten(self._leaves)]
         if inputs is not None:
@@ -145,6 +154,7 @@ class Round:
                 f"  takes   {self._tree}\n  returns {tree}"
             )
         wrong: list[str] = []
+        self.refuse_nothing("the state", [x for _, x in pairs])
         for (path, x), was in zip(pairs, self._leaves, strict=True):
             name = "/".join(filter(None, ("state", path_text(path))))
             if not isinstance(was, RoundValue):
@@ -163,6 +173,7 @@ class Round:
             raise FlowError(all_offenders(f"{self.where}: a state that cannot be carried to the next round:", wrong))
         self.held = [x for _, x in pairs if isinstance(x, RoundValue)]
         self._check(self.held)
+        outs = jax.tree.map(lambda x: None if isinstance(x, Nothing) else x, outs)
         self.outs, self.out_tree = jax.tree.flatten(outs)
         self._check([x for x in self.outs if isinstance(x, RoundValue)])
 
@@ -173,23 +184,42 @@ class Round:
                     f"{self.where}: {v!r} is a value of another round, {v.round.where}, and is gone with it."
                 )
 
-    def name_of(self, name: str) -> str:
-        """A name for the next call of this name: `grad`, `grad[1]`."""
-        count = self._names[name]
-        self._names[name] += 1
-        return f"{name}[{count}]" if count else name
+    def _unused(self, names: Iterator[str]) -> str:
+        found = next(n for n in names if n not in self._names)
+        self._names.add(found)
+        return found
 
-    def add(
-        self, name: str, work: Work, given: Sequence[Any], results: Sequence[Any], every: int = 1, source: str = ""
-    ) -> FlowNode:
+    def refuse_nothing(self, taker: str, leaves: Sequence[Any]) -> None:
+        """Raise FlowError if a call takes the result of a host function that gives nothing."""
+        wrong = [f"{x.text(f'{taker} takes it')}." for x in leaves if isinstance(x, Nothing)]
+        if wrong:
+            raise FlowError(all_offenders(f"{self.where}: results that are not there:", wrong))
+
+    def add(  # noqa: PLR0913  # what a call is
+        self, name: str, work: Work, given: Sequence[Any], results: Sequence[Any], every: int = 1, source: str = "",
+        called: object = None,
+    ) -> FlowNode:  # fmt: skip
         """Add a node.
+
+        Args:
+          name: of what is called, which others may have too.
+          work, given, results, every, source: as in `FlowNode`.
+          called: what is called, to tell it from others of this name.
 
         Raises:
           FlowError: a value comes from another round, or from a node that runs in other rounds.
         """
         values = [x for x in given if isinstance(x, RoundValue)]
         self._check(values)
-        node = FlowNode(len(self.nodes), self.name_of(name), work, list(given), results, every, source)
+        known = [frozen(x) if isinstance(x, np.ndarray) else x for x in given]  # as they are now
+        key = name, (type(work), _code_of(called))
+        if key in self._functions:
+            function = self._functions[key]
+            called_as = self._unused(f"{function}[{i}]" for i in count(1))
+        else:
+            function = called_as = self._unused(name if i == 1 else f"{name}#{i}" for i in count(1))
+            self._functions[key] = function
+        node = FlowNode(len(self.nodes), called_as, function, work, known, results, every, source)
         wrong = [line for v in values for line in self._wrong_rate(node, v)]
         if wrong:
             raise FlowError(
@@ -260,6 +290,13 @@ class Round:
                 begin = found.first[0] if first is None else Fixed(first)
                 return Origin(found.node, found.index, found.delay + n, [begin] * n + found.first)
         raise AssertionError(v.origin)
+
+
+def _code_of(called: object) -> object:
+    """What functions share that one definition makes, such as a `shardc.function` for each of several meshes."""
+    for inside in ("__wrapped__", "fn", "func"):
+        called = getattr(called, inside, called)
+    return getattr(called, "__code__", called)
 
 
 def _aval(x: Any) -> Any:

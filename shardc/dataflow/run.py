@@ -13,13 +13,23 @@ from shardc.dataflow.beginning import Beginning
 from shardc.dataflow.moves import copied, mover, on_host, stay
 from shardc.dataflow.network import Edge, NodeStep, devices_of
 from shardc.dataflow.plan import PlannedFlow
-from shardc.dataflow.remote import RemoteFlow, process_of_rows, sender
+from shardc.dataflow.remote import (
+    RemoteFlow,
+    RunFacts,
+    agree_on_run,
+    nodes_here,
+    process_of_rows,
+    sender,
+    values_of_nodes,
+    values_of_state,
+)
 from shardc.dataflow.results import Rounds, RunResults
 from shardc.dataflow.round import FlowNode
 from shardc.dataflow.shared import Shared, pots_of, read_only_what_is_used, shared_works
 from shardc.dataflow.value import RoundValue
 from shardc.errors import FlowError, PeerLostError, PipelineError, PipelineTaskError, RoundFailedError
 from shardc.execute.pipeline_executable import IN_FLIGHT
+from shardc.execute.process_group import group_of_run
 from shardc.execute.recording import Recording
 from shardc.machine.devices import me
 from shardc.passes.trace.trace import settings, under
@@ -54,7 +64,8 @@ class FlowRun:
         self._executor: Executor | None = None
         self._lock = threading.Lock()
         self._processes = process_of_rows(plan.built)
-        self._here = frozenset(n for n in plan.nodes if self._processes[plan.built.actor[n]] == me())
+        self._here = nodes_here(plan.built)
+        self._is_of_several = set(self._processes) != {me()}
         self._remote: RemoteFlow | None = None
         self._steps = {s.label: s for row in plan.network.actors for s in row}
         self._beginning = Beginning(plan, self._here)
@@ -71,8 +82,8 @@ class FlowRun:
         if self._remote is not None and self._remote.epoch != self._remote.cluster.epoch:
             self.close()  # other processes were started again
         if self._executor is None:
-            several = set(self._processes) != {me()}
-            remote = self._remote = RemoteFlow(self.plan, self._processes, bool(settings()[0])) if several else None
+            wide = bool(settings()[0])
+            remote = self._remote = RemoteFlow(self.plan, self._processes, wide) if self._is_of_several else None
             for node in self.plan.nodes:
                 if self.is_here(node):
                     node.work.begin()
@@ -226,10 +237,15 @@ class FlowRun:
     def _run(
         self, state: Sequence[Any], items: Any, rounds: int, pending: Any, record: bool
     ) -> tuple[list[Any], Rounds]:
+        late = self._beginning.late
+        made = late.of(pending)
+        self._agree(state, items, rounds, None if made is None else pending)
         executor, remote = self._opened(), self._remote
+        if made is not None and remote is not None:
+            made = remote.brought_late(late, made)
         state = self._beginning.own(state if remote is None else remote.brought(state))
-        first, past = self._beginning.first(state, pending), self._beginning.past(state, pending)
-        self._now.run = current = RunResults(self.plan, self._here, state, items, past)
+        first, past = self._beginning.first(state, made), self._beginning.past(state, made)
+        self._now.run = current = RunResults(self.plan, self._here, state, items, late, past)
         current.record = record
         if (client := calling_client()) is not None:
             current.turns = client.calling
@@ -240,13 +256,30 @@ class FlowRun:
         if remote is not None:
             complete = remote.agreed(complete)
             current.share_logs(remote)
-        left = self._beginning.pending(executor.left, complete) | current.past(complete)
+        left = self._beginning.left(executor.left, complete) | current.past(complete)
+        if remote is not None:
+            left = remote.known_late(late, left)
         executor.left = {}
-        given = Rounds(current.given_in(complete), left, self.plan, self._of_all(spans) if record else ())
+        given = Rounds(current.given_in(complete), late.named(left), self.plan, self._of_all(spans) if record else ())
         given.writes = remote is None or not remote.cluster.me
         if remote is None:
             return current.state(complete - 1), given
         return remote.last_state(lambda i: current.leaf(i, complete - 1), state), given
+
+    def _agree(self, state: Sequence[Any], items: Any, rounds: int, pending: Any) -> None:
+        """Agree with the other processes on the run, before its first round.
+
+        Raises:
+          DisagreementError: they begin another one.
+        """
+        group = group_of_run()
+        if group is None or not self._is_of_several:
+            return
+        values = values_of_state(self.plan, state, pending)
+        if self._executor is None:
+            values |= values_of_nodes(self.plan, self._shared)
+        count, first = (None, []) if items is None else (items.count, items.first)
+        agree_on_run(self.plan, group, RunFacts(None if rounds == ENDLESS else rounds, count, first, values))
 
     def _executed(
         self, executor: Executor, rounds: int, first: Mapping[Message, Sequence[Any]], current: RunResults

@@ -28,7 +28,7 @@ from shardc.dataflow.network import FlowNetwork
 from shardc.dataflow.round import FlowNode, Round, aval_of, outside, traced_round
 from shardc.dataflow.value import RoundValue
 from shardc.dataflow.work import Callee, FunctionWork, LeafPlace
-from shardc.errors import ArgumentError, FlowError
+from shardc.errors import ArgumentError, FlowError, number_text
 from shardc.machine.mesh import AnyMesh
 from shardc.passes.trace.trace import where_of
 
@@ -61,6 +61,10 @@ class Shared:
         self.in_use = threading.Lock()
         self._wrapped: dict[Any, Callee] = {}
         self._traced: Round | None = None
+
+    def __repr__(self) -> str:
+        mesh = ", ".join(f"{axis}={n}" for axis, n in self.mesh.shape.items())
+        return f"Shared({number_text(len(self.leaves), 'array')} on {mesh}, {number_text(self.changes, 'change')})"
 
     def take(self, where: str) -> None:
         """Keep other flows from changing it, until it is given back by `in_use.release()`.
@@ -108,11 +112,12 @@ class Shared:
         self._check(round, stale, quorum, grace)
         function = self._function(fn, self._wrap)
         leaves, tree, known = _known(args)
+        round.refuse_nothing(getattr(fn, "__name__", "change"), leaves)
         with outside():
             work = _Change(self, function, known, tree, stale if quorum is None else None, quorum, grace)
         name = getattr(fn, "__name__", "change")
-        changed = self._add(round, name, work, leaves)
-        return self._seen(round, f"{name} seen", _Read(self, None if work.stale == 0 else changed, 0, work.stale))
+        changed = self._add(round, name, fn, work, leaves)
+        return self._seen(round, f"{name} seen", fn, _Read(self, None if work.stale == 0 else changed, 0, work.stale))
 
     @compat.api_boundary
     def read(self, fn: Callable[..., Any] | None = None, *args: Any, stale: int | None = 0) -> Any:
@@ -132,23 +137,27 @@ class Shared:
         round = self._round("read")
         self._check(round, stale, None, 0.0)
         if fn is None:
-            return self._seen(round, "shared state", _Read(self, None, 1, stale))
+            return self._seen(round, "shared state", self, _Read(self, None, 1, stale))
         function = self._function(fn, self._wrap_reader)
         leaves, tree, known = _known(args)
+        round.refuse_nothing(getattr(fn, "__name__", "read"), leaves)
         with outside():
             work = _Pull(self, function, known, tree, stale)
-        return work.out_tree.unflatten(round.values_of(self._add(round, getattr(fn, "__name__", "read"), work, leaves)))
+        node = self._add(round, getattr(fn, "__name__", "read"), fn, work, leaves)
+        return work.out_tree.unflatten(round.values_of(node))
 
-    def _seen(self, round: Round, name: str, read: _Read) -> Any:
+    def _seen(self, round: Round, name: str, called: object, read: _Read) -> Any:
         """The values of a read; of one that is there already, if all see the same."""
         same = (n for n, r in _reads(round, self) if type(r) is _Read and r.is_exact and r.behind == read.behind)
         node = next(same, None) if read.is_exact else None
-        return self.tree.unflatten(round.values_of(node or self._add(round, name, read, [])))
+        return self.tree.unflatten(round.values_of(node or self._add(round, name, called, read, [])))
 
-    def _add(self, round: Round, name: str, work: _Change | _Read | _Pull, leaves: Sequence[Any]) -> FlowNode:
+    def _add(
+        self, round: Round, name: str, called: object, work: _Change | _Read | _Pull, leaves: Sequence[Any]
+    ) -> FlowNode:
         """Add a node that is an actor of its own."""
         work.actor = "shared", id(self), len(round.nodes)
-        return round.add(name, work, leaves, work.results, 1, compat.users_line())
+        return round.add(name, work, leaves, work.results, 1, compat.users_line(), called)
 
     def _round(self, what: str) -> Round:
         round = traced_round()

@@ -140,14 +140,42 @@ _METHODS: Final = frozenset(
 """What people ask of arrays."""
 
 
+class Nothing:
+    """The result of a host function that gives nothing, as a round has it; returned by the round it is None.
+
+    Attributes:
+      name: of the host function.
+      round: the round.
+    """
+
+    __slots__ = ("name", "round")
+
+    def __init__(self, name: str, round: Traced) -> None:
+        self.name, self.round = name, round
+
+    def __repr__(self) -> str:
+        return f"Nothing({self.name})"
+
+    def text(self, use: str) -> str:
+        """A text about a use of it."""
+        return (
+            f"{self.name} gives nothing (gives=None), and {use}; say what it returns, as "
+            f"shardc.host({self.name}, gives=jax.ShapeDtypeStruct(shape, dtype))"
+        )
+
+    def refuse(self, what: str) -> NoReturn:
+        raise TracingError(f"{self.round.where}: {self.text(f'the round takes {what} it')}.")
+
+
 def _refused(what: str) -> Any:
-    def method(self: RoundValue, *_: Any, **__: Any) -> NoReturn:
+    def method(self: RoundValue | Nothing, *_: Any, **__: Any) -> NoReturn:
         self.refuse(what)
 
     return method
 
 
 for _name, _what in _USES.items():
-    setattr(RoundValue, _name, _refused(_what))
-RoundValue.__hash__ = object.__hash__
+    for _kind in (RoundValue, Nothing):
+        setattr(_kind, _name, _refused(_what))
+RoundValue.__hash__ = Nothing.__hash__ = object.__hash__
 setattr(RoundValue, "__jax_array__", property(_refused("a JAX operation on")))  # noqa: B010  # JAX asks if there is one

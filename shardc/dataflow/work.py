@@ -11,6 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from shardc.arrays.frozen import frozen
 from shardc.errors import FlowError, all_offenders
 from shardc.ir.walk import itemsize_of, local_shape
 from shardc.machine.mesh import AnyMesh, view
@@ -166,7 +167,7 @@ class FunctionWork:
             (name, x) for name, x in zip(call.names, call.leaves, strict=True)
             if is_array(leaves[x.index] if isinstance(x, _Slot) else x)
         ]  # fmt: skip
-        for (name, x), placement in zip(arrays, self.plan.inputs, strict=True):
+        for (name, x), placement in zip(arrays, self.plan.inputs, strict=False):  # captured arrays follow
             if isinstance(x, _Slot):
                 takes[x.index] = self._place(mesh, placement)
                 if name in function.donates:
@@ -218,7 +219,8 @@ class FunctionWork:
 
 
 class HostWork:
-    """Plain Python as a node. It is given NumPy arrays.
+    """Plain Python as a node. It is given NumPy arrays that it cannot write to, and keeps what it returns: others get
+    the value.
 
     Args:
       call: the function.
@@ -239,7 +241,7 @@ class HostWork:
         self, call: Callable[..., Any], tree: Any, leaves: int, gives: Any, name: str, *,
         credits: int | None = None, seconds: float | None = None, process: int | None = None,
     ) -> None:  # fmt: skip
-        self._call, self._tree, self.name = call, tree, name
+        self._call, self._tree, self.name, self._is_mute = call, tree, name, gives is None
         pairs, self.out_tree = jax.tree_util.tree_flatten_with_path(gives)
         self.results = [x for _, x in pairs]
         self._paths = [path_text(path) for path, _ in pairs]
@@ -257,11 +259,13 @@ class HostWork:
         return self.checked(self._call(*args, **kwargs), round)
 
     def checked(self, made: Any, round: int) -> list[Any]:
-        """The leaves of a result, which are as declared.
+        """The leaves of a result, frozen, which are as declared.
 
         Raises:
           FlowError: they are not.
         """
+        if self._is_mute:  # what a log returns is for nobody
+            return []
         leaves, tree = jax.tree.flatten(made)
         if tree != self.out_tree:
             raise FlowError(
@@ -277,7 +281,14 @@ class HostWork:
         ]
         if wrong:
             raise FlowError(all_offenders(f"{self.name} did not return what gives= says, in round {round}:", wrong))
-        return [x if x.dtype == w.dtype else x.astype(w.dtype) for x, w in zip(arrays, self.results, strict=True)]
+        return [_kept(x, w.dtype) for x, w in zip(arrays, self.results, strict=True)]
+
+
+def _kept(x: Any, dtype: Any) -> Any:
+    """An array in another dtype, whose value stays."""
+    if not isinstance(x, jax.Array):
+        return frozen(x, dtype)
+    return x if x.dtype == dtype else x.astype(dtype)
 
 
 def is_like(x: Any, want: Any) -> bool:

@@ -94,11 +94,7 @@ class ProcessGroup:
         Raises:
           DisagreementError: in all of them, with all facts that differ.
         """
-        said = self.gather(what, facts)
-        if where_known:
-            known = set[str].intersection(*map(set, said))
-            said = [{fact: text for fact, text in each.items() if fact in known} for each in said]
-        refuse_unlike(what, self.members, said)
+        refuse_unlike(what, self.members, self.gather(what, facts), where_known)
 
     def compare_launch(self, what: str, number: int, plan: str, facts: Mapping[str, str]) -> None:
         """Do `compare` for the call of an executable. If it repeats the one before it, without facts, nothing is sent.

@@ -34,7 +34,6 @@ from shardc.runtime.actor import Network
 from shardc.runtime.cluster import Cluster, current
 from shardc.runtime.distributed_network import DistributedNetwork, Expected
 from shardc.runtime.executor import Executor, ProcessShare
-from shardc.runtime.stalls import Stall
 from shardc.runtime.transport.link import Packed
 
 _LOOK: Final = 1.0
@@ -65,17 +64,15 @@ class RemoteStages:
         links = {p: cluster.link(p) for p in range(cluster.processes) if p != cluster.me}
         number = int.from_bytes(hashlib.sha256(f"{digest} {cluster.count(digest)}".encode()).digest()[:8])
         self.network = DistributedNetwork(plan.network, number, places.of_rank, links, StageCodec(edges, wide))
-        self._finalizer = weakref.finalize(self, _close, self.network, cluster)
+        self._finalizer = weakref.finalize(self, close_network, self.network, cluster)
 
     @property
     def share(self) -> ProcessShare:
         """The actors of this process, for the executor."""
-        return ProcessShare(self.network.mine, self.network.ports, self.cluster.config.deadline, look_at_run)
+        return ProcessShare(self.network.mine, self.network.ports, self.cluster.config.patience, look_at_run)
 
     def open(self, executor: Executor) -> None:
-        self.network.open(executor.mailboxes, self.cluster.config.deadline)
-        watch, places = executor.watch(), self.places
-        self.cluster.waits[self.network.number] = lambda: waits_text(watch.look(), places)
+        open_network(self.network, executor, self.cluster)
 
     def close(self) -> None:
         self._finalizer()
@@ -98,43 +95,44 @@ class RemoteStages:
 
     def receive(self, run: int, number: int, aval: Any, peer: int) -> Any:
         """Wait for the logical value of an array of another process."""
-        packed = _awaited(self.network.expect(run, number, peer), self.cluster.config.deadline)
+        packed = _awaited(self.network.expect(run, number, peer), peer, self.cluster)
         return of_words(unpack_array(packed), aval.dtype)
 
     def arriving(self, run: int, number: int, aval: Any, at: StageArray) -> RemoteArray:
         """An array of another process whose value is on its way."""
         peer = processes_of(at.mesh.devices.flat)[0]
-        expected, seconds = self.network.expect(run, number, peer), self.cluster.config.deadline
+        expected, cluster = self.network.expect(run, number, peer), self.cluster
 
         def value() -> np.ndarray[Any, Any]:
-            return of_words(unpack_array(_awaited(expected, seconds)), aval.dtype)
+            return of_words(unpack_array(_awaited(expected, peer, cluster)), aval.dtype)
 
         return RemoteArray(aval, at.placement, at.mesh, Arrival(value, lambda: expected.is_there))
 
 
-def _awaited(expected: Expected, seconds: float) -> Packed:
+def _awaited(expected: Expected, peer: int, cluster: Cluster) -> Packed:
     """Wait for a value of another process. Raises as `Expected.get`, and as soon as the value will never arrive."""
-    until = monotonic() + seconds
-    while (left := until - monotonic()) > _LOOK and not expected.is_there:
-        with suppress(ClusterError):  # not yet; if it fails, `get` says so again
-            return expected.get(_LOOK)
-        if not expected.is_there:
-            look_at_run()
-    return expected.get(max(0.0, left))
+    until = monotonic() + cluster.config.patience
+    with cluster.waits.during([peer], "for a result"):
+        while (left := until - monotonic()) > _LOOK and not expected.is_there:
+            with suppress(ClusterError):  # not yet; if it fails, `get` says so again
+                return expected.get(_LOOK)
+            if not expected.is_there:
+                look_at_run()
+        return expected.get(max(0.0, left))
 
 
-def _close(network: DistributedNetwork, cluster: Cluster) -> None:
-    cluster.waits.pop(network.number, None)
+def open_network(network: DistributedNetwork, executor: Executor, cluster: Cluster) -> None:
+    """Open the part of a network that runs in this process; from now on it says for whom its actors wait."""
+    with cluster.waits.during(list(network.links), "to open the network"):
+        network.open(executor.mailboxes, cluster.config.patience)
+    watch = executor.watch()
+    cluster.waits.networks[network.number] = lambda: network.waits(watch.look())
+
+
+def close_network(network: DistributedNetwork, cluster: Cluster) -> None:
+    """Close the part of a network that runs in this process."""
+    cluster.waits.networks.pop(network.number, None)
     network.close()
-
-
-def waits_text(stalls: Sequence[Stall], places: RankProcesses) -> str:
-    """The process that this one has waited for longest: `process 1 (rank 0 before 2B3, 4 s)`. Else empty."""
-    remote = [(s, a) for s in stalls for a in s.awaited if not places.is_here(a)]
-    if not remote:
-        return ""
-    stall, awaited = max(remote, key=lambda pair: pair[0].seconds)
-    return f"{places.text(awaited)} (rank {stall.actor} before {stall.label}, {stall.seconds:.0f} s)"
 
 
 def lives_on(x: Any, stage: StageArray) -> bool:

@@ -12,14 +12,18 @@ from shardc.arrays.fetch import of_words, words
 from shardc.arrays.pieces import pack_array, unpack_array
 from shardc.arrays.placed import PlacedArray, StackedArray
 from shardc.arrays.remote import RemoteArray, is_remote
-from shardc.errors import ClusterError
+from shardc.errors import ClusterError, number_text
 from shardc.execute.process_group import group_of_run
 from shardc.machine.devices import processes_of
 from shardc.runtime.cluster import Cluster, current
 
 
-def bring(leaves: Sequence[Any]) -> list[Any]:
+def bring(leaves: Sequence[Any], what: str = "shardc.fetch") -> list[Any]:
     """The leaves, with the values of those that another JAX runtime has. All processes of the run call this together.
+
+    Args:
+      leaves: arrays.
+      what: the call that they all make.
 
     Raises:
       ClusterError: no process has the value of a leaf.
@@ -30,7 +34,7 @@ def bring(leaves: Sequence[Any]) -> list[Any]:
     parts = [list(x.pieces) if isinstance(x, StackedArray) else [x] for x in leaves]
     if cluster.config.islands == 1 and not any(_is_of_some(p, cluster.processes) for ps in parts for p in ps):
         return list(leaves)  # one program gathers them
-    brought = iter(_bring([p for ps in parts for p in ps], cluster))
+    brought = iter(_bring([p for ps in parts for p in ps], cluster, what))
     return [_joined(x, ps, [next(brought) for _ in ps]) for x, ps in zip(leaves, parts, strict=True)]
 
 
@@ -50,11 +54,11 @@ def _joined(x: Any, parts: Sequence[Any], brought: Sequence[Any]) -> Any:
     return np.concatenate(list(map(np.asarray, brought))) if isinstance(x, StackedArray) else brought[0]
 
 
-def _bring(parts: Sequence[Any], cluster: Cluster) -> list[Any]:
+def _bring(parts: Sequence[Any], cluster: Cluster, what: str) -> list[Any]:
     group = group_of_run()
     assert group is not None
     marks = "".join("-" if is_remote(x) else "+" for x in parts)
-    said = [facts["has"] for facts in group.gather(f"shardc.fetch of {len(parts)} arrays", {"has": marks})]
+    said = [facts["has"] for facts in group.gather(f"{what} of {number_text(len(parts), 'array')}", {"has": marks})]
     found = list(parts)
     for i, x in enumerate(parts):
         without = [p for p, has in enumerate(said) if has[i] == "-"]
@@ -70,7 +74,7 @@ def _bring_one(x: Any, without: Sequence[int], cluster: Cluster) -> Any:
         raise ClusterError(f"shardc.fetch: no process of the run has {x!r} any more.")
     tag = f"fetch {cluster.count('value')}"
     if cluster.me in without:
-        return of_words(unpack_array(cluster.link(givers[0]).receive_tagged(tag, cluster.config.deadline)), x.dtype)
+        return of_words(unpack_array(cluster.receive_tagged(givers[0], tag, "at shardc.fetch")), x.dtype)
     if cluster.me in cluster.config.island(givers[0]) and isinstance(x, jax.Array):
         value = whole(x)
         if cluster.me == givers[0]:

@@ -1,8 +1,8 @@
 """Agents: launchers on other hosts, which start and kill processes for the supervisor of the run.
 
-An agent is a client of the run's store, with the number -1 - i for place i. It reports `here`, `ended` and `output`;
-the supervisor asks it to `start`, `kill` and `interrupt` its process, and to `end`. An agent that loses the connection
-kills its process and connects again.
+An agent is a client of the run's store, with the number -1 - i for place i. It reports `here`, `ended`, `output` and
+`terminate`, when its host is to end; the supervisor asks it to `start`, `kill` and `interrupt` its process, and to
+`end`. An agent that loses the connection kills its process and connects again.
 """
 
 from __future__ import annotations
@@ -67,7 +67,9 @@ class RemoteProcess:
     ) -> None:
         self.number = number
         self.host = ""
-        """The name of the agent's host."""
+        """The unique name of the agent's host."""
+        self.host_name = ""
+        """The host as the user knows it: by its number, or the name that `--hosts` gives it, or its own."""
         self.status: Callable[[], str] = str
         """Gives the activity of the process, from the agent's last sign of life; empty if that is long ago."""
         self._notify, self._events, self._screen = notify, events, screen
@@ -87,8 +89,11 @@ class RemoteProcess:
         match said["what"]:
             case "here":
                 self.host = said["host"]
+                self.host_name = self.host_name or said.get("name") or self.host.split()[0]
                 self._here.set()
                 self._events.put(("host here", self.number))
+            case "terminate":
+                self._events.put(("terminate", self.number))
             case "output":
                 if self._screen is not None:
                     show = self._screen.out if said["descriptor"] == 1 else self._screen.err
@@ -197,7 +202,7 @@ class Agents:
                     "network interface; if hosts only start late, give --deadline more seconds."
                 )
             try:
-                if self.events.get(timeout=0.1)[0] == "interrupt":
+                if self.events.get(timeout=0.1)[0] in ("interrupt", "terminate"):
                     return False
             except Empty:
                 continue
@@ -261,7 +266,7 @@ def serve(
 
     Args:
       options: of the run.
-      events: `("interrupt",)` when this agent is asked to end.
+      events: `("interrupt",)` or `("terminate",)` when this agent is asked to end.
       prepare: completes a job on this host.
       forwards: whether the supervisor shows the process's output.
     """
@@ -274,7 +279,8 @@ def serve(
             if forward is not None:
                 forward.store = store
             with suppress(ClusterError):  # the connection is lost at once
-                store.report({"what": "here", "host": host_id()})
+                name = "" if options.host is None else f"{options.host} ({platform.node()})"
+                store.report({"what": "here", "host": host_id(), "name": name})
             code = _obey(post, process, store, events, prepare)
             process.kill()
             process.wait(GRACE)
@@ -302,7 +308,7 @@ def _connect_again(post: Post, options: RunOptions, events: SimpleQueue[Event]) 
     until, refused = monotonic() + options.deadline, 0
     while monotonic() < until and refused < _REFUSALS:
         with suppress(Empty):
-            if events.get(timeout=_PAUSE)[0] == "interrupt":
+            if events.get(timeout=_PAUSE)[0] in ("interrupt", "terminate"):
                 return None
         try:
             return _connect(post, options, events, _TRY_SECONDS)
@@ -321,6 +327,7 @@ def _obey(
 ) -> int | None:
     """Do what the supervisor asks for until the run ends. Returns its exit code; None if the connection is lost."""
     until: float | None = None
+    terminated = False
     while until is None or monotonic() < until:
         try:
             event = events.get(timeout=0.2)
@@ -338,6 +345,10 @@ def _obey(
             case "ended", _, start, code:
                 with suppress(ClusterError):  # the launcher has ended: the next event says so
                     store.report({"what": "ended", "start": start, "code": code, "tail": process.tail()})
+            case ("terminate",) if not terminated:  # the supervisor lets all processes save
+                terminated = True
+                with suppress(ClusterError):
+                    store.report({"what": "terminate"}, 0)
             case _:  # interrupted: by the user here, or there
                 if until is None:
                     process.interrupt()

@@ -23,12 +23,21 @@ from typing import Any, Final, NoReturn
 
 import jax
 
+from shardc import compat
 from shardc.arrays.buffers import allocate
-from shardc.errors import ClusterError, DisagreementError, StepFailedError, is_of_another_process
+from shardc.errors import (
+    ClusterError,
+    DisagreementError,
+    RunEnds,
+    ShardcError,
+    StepFailedError,
+    is_of_another_process,
+)
 from shardc.execute.process_group import settle_all
 from shardc.launch.job import Job
 from shardc.launch.output import write_all
 from shardc.launch.prepare import prepare_jax
+from shardc.launch.threads import is_of_launcher, threads_text
 from shardc.runtime import cluster as runs
 from shardc.runtime.cluster import Cluster
 
@@ -50,17 +59,21 @@ def main() -> None:
         sys.exit(f"process {job.config.me} cannot join the run: {error}")
     cluster.on_orphaned = lambda: _orphaned(job)
     cluster.on_wrong = lambda error: fail(cluster, job, error.with_traceback(where_main_is()))
+    cluster.on_show = threads_text
     atexit.register(runs.leave)
+    saved = None
     try:
         cluster.store.report({"what": "joined", "start": job.start})
         cluster.adopt()
         prepare_jax(cluster, job)
         run_script(sys.argv[2:])
         settle_all()  # the values of the last call
+    except RunEnds as end:
+        saved = end.step
     except BaseException as error:  # noqa: BLE001 - reported to the launcher; Python's own end would wait in a barrier
         if not (isinstance(error, SystemExit) and error.code in (None, 0)):
             fail(cluster, job, cause_of(cluster, error))
-    _end(cluster, job)
+    _end(cluster, job, saved)
 
 
 def _line(pipe: int) -> str:
@@ -81,25 +94,28 @@ def _orphaned(job: Job) -> None:
 # -- the script
 
 
-def run_script(words: list[str]) -> None:
-    """Run a script, or with `-m` a module, as `python` does with these arguments."""
+def run_script(words: list[str]) -> dict[str, Any]:
+    """Run a script, or with `-m` a module, as `python` does with these arguments. Returns its globals."""
     is_module = words[0] == "-m"
     name, *arguments = words[is_module:]
     sys.argv = [name, *arguments]
     if is_module:
         if not sys.flags.safe_path:
             sys.path.insert(0, os.getcwd())  # a console command has its own folder first
-        runpy.run_module(name, run_name="__main__", alter_sys=True)
-        return
+        return runpy.run_module(name, run_name="__main__", alter_sys=True)
     if not sys.flags.safe_path:
         sys.path[0] = str(Path(name).resolve().parent)  # Python has put the working directory there
-    runpy.run_path(name, run_name="__main__")
+    return runpy.run_path(name, run_name="__main__")
 
 
-def _end(cluster: Cluster, job: Job) -> None:
-    """Wait until all scripts have ended, then return: an exit waits in the barrier of `jax.distributed`."""
+def _end(cluster: Cluster, job: Job, saved: int | None) -> None:
+    """Wait until all scripts have ended, then return: an exit waits in the barrier of `jax.distributed`.
+
+    Args:
+      saved: the step at which the script has saved because the run was asked to end.
+    """
     _flush()
-    cluster.store.report({"what": "done", "start": job.start, "calls": cluster.calls()})
+    cluster.store.report({"what": "done", "start": job.start, "calls": cluster.calls(), "saved": saved})
     if not cluster.wait_to_leave():
         os._exit(0)
 
@@ -162,6 +178,7 @@ def error_text(error: BaseException) -> tuple[str, int]:
         if isinstance(error.code, int):
             return "", error.code & 0xFF
         return f"{error.code}\n", 1
+    _drop_notes(error)
     stderr, sys.stderr = sys.stderr, io.StringIO()
     try:
         trace = _of_script(error.__traceback__)
@@ -172,11 +189,18 @@ def error_text(error: BaseException) -> tuple[str, int]:
     return text, 130 if isinstance(error, KeyboardInterrupt) else 1
 
 
+def _drop_notes(error: BaseException | None) -> None:
+    """Drop JAX's note that it has removed frames of its own: errors of shardc say all, and it stands between lines."""
+    while error is not None:
+        if isinstance(error, ShardcError) and compat.FRAMES_NOTE in getattr(error, "__notes__", ()):
+            error.__notes__.remove(compat.FRAMES_NOTE)
+        error = error.__cause__ or error.__context__
+
+
 def _of_script(trace: TracebackType | None) -> TracebackType | None:
     """The traceback without the frames of the launcher."""
     while trace is not None:
-        file = trace.tb_frame.f_code.co_filename
-        if file not in (__file__, runpy.__file__) and file != "<frozen runpy>":
+        if not is_of_launcher(trace.tb_frame.f_code.co_filename):
             return trace
         trace = trace.tb_next
     return None

@@ -14,32 +14,32 @@ class Goodput:
 
     def __init__(self, now: float) -> None:
         self._began = now
-        self._lives: list[list[tuple[float, int]]] = [[]]
-        """For each start of the loop, when which step was seen first."""
+        self._epoch = 0
+        self._seen: dict[int, list[tuple[float, int]]] = {}
+        """For each epoch in which the loop made a step, when which step was seen first."""
 
     @property
     def losses(self) -> int:
         """How often the loop was interrupted."""
-        return len(self._lives) - 1
+        return sum(epoch < self._epoch for epoch in self._seen)
 
-    def see(self, now: float, step: int) -> None:
-        """Record that the loop has done a step."""
-        seen = self._lives[-1]
+    def see(self, now: float, epoch: int, step: int) -> None:
+        """Record that the loop has done a step in an epoch. A late report belongs to the epoch before."""
+        seen = self._seen.setdefault(epoch, [])
         if not seen or step > seen[-1][1]:
             seen.append((now, step))
 
-    def interrupt(self) -> None:
-        """Record that the loop was interrupted: it goes on from a checkpoint."""
-        if self._lives[-1]:
-            self._lives.append([])
+    def begin(self, epoch: int) -> None:
+        """Record that a new epoch begins: the loop goes on from a checkpoint."""
+        self._epoch = epoch
 
     def seconds(self) -> float:
-        """Seconds of the steps that counted: those after the step at which the next start went on do not."""
+        """Seconds of the steps that counted: those after the step at which the next epoch went on do not."""
         useful, kept = 0.0, math.inf
-        for seen in reversed(self._lives):
+        for _, seen in sorted(self._seen.items(), reverse=True):
             counted = [when for when, step in seen if step < kept]
             useful += counted[-1] - counted[0] if counted else 0.0
-            kept = min(kept, seen[0][1]) if seen else kept
+            kept = min(kept, seen[0][1])
         return useful
 
     def text(self, now: float) -> str:

@@ -24,6 +24,7 @@ class RunOptions:
     log: Path | None = None
     silence: float = 10.0
     deadline: float = 600.0
+    grace: float = 25.0
     secret: Path | None = None
     bind: str | None = None
     ray: bool = False
@@ -39,6 +40,8 @@ class RunOptions:
         config = RunConfig(
             me=0, processes=processes, islands=self.islands, store=store, secret=secret, links="",
             restarts=self.restarts, silence=self.silence, deadline=self.deadline, least=self.least or 0,
+            grace=self.grace,
+            judging=self.silence,  # by then a process has given a sign of life, or is lost
         )  # fmt: skip
         return Job(config)
 

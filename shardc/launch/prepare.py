@@ -50,7 +50,7 @@ def _form_island(cluster: Cluster, job: Job) -> None:
         process_id=config.me - island.start,
         local_device_ids=[int(n) for n in job.visible.split(",")] if job.visible else None,
         cluster_detection_method="deactivate",
-        initialization_timeout=max(1, int(config.deadline)),
+        initialization_timeout=max(1, int(config.patience)),
         coordinator_bind_address=address,
         **_credentials(config.secret),
     )

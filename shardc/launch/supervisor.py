@@ -1,6 +1,7 @@
 r"""The supervisor of a run: starts its processes, and again those that are lost, and ends all if one fails for good.
 
 started -> joined -> done -> asked to leave -> ended         all well
+         |       \-> asked to end (SIGTERM) -> saves at the common last step -> done
              \-> lost -> its island is killed and started again, in a new epoch, when its host is there
                     \-> cannot be mended -> all start again with fewer processes
                            \-> too few are left: "over", 3 s later all are killed
@@ -21,14 +22,16 @@ from queue import Empty, SimpleQueue
 from time import monotonic
 from typing import Any, Final, TypeAlias
 
-from shardc.errors import ClusterError, number_text
+from shardc.errors import ClusterError, all_offenders, number_text
 from shardc.launch.activity import COMPUTES, STOPPED
-from shardc.launch.failure import Failure, Losses, failure_line, failure_of, failure_text
+from shardc.launch.failure import Failure, Losses, failure_line, failure_of, failure_text, prefixed
 from shardc.launch.goodput import Goodput
 from shardc.launch.job import Job
+from shardc.launch.lateness import Late, Lateness, last_calls
 from shardc.launch.local_process import ProcessHandle
 from shardc.launch.output import Screen
 from shardc.launch.status_line import status_text
+from shardc.runtime.calls import processes_text
 from shardc.runtime.cluster import RunConfig
 from shardc.runtime.store import StoreServer
 from shardc.runtime.transport.connection import BEAT
@@ -38,13 +41,13 @@ GRACE: Final = 3.0
 _INTERRUPT_GRACE: Final = 2.0
 _KILL_SECONDS: Final = 10.0
 _EARLIER: Final = 3.0
-"""Seconds before the deadline at which a process that has not joined counts as lost. At the deadline those that wait
-for it would fail as well."""
+"""Seconds before the deadline at which a lost host is given up: its launcher tries to connect until then."""
 INTERRUPTED: Final = 130
+TERMINATED: Final = 143
 
 Event: TypeAlias = tuple[Any, ...]
 """`("ended", place, start, code)`, `("report", process, data)`, `("host lost", place, start)`, `("host here", place)`,
-`("interrupt",)`."""
+`("interrupt",)`; `("terminate",)` by a signal, `("terminate", place)` by one to the launcher of its host."""
 
 
 @dataclass
@@ -61,6 +64,8 @@ class _Place:
     joined: bool = False
     ended: Mapping[str, Any] | None = None
     """The calls that its script had made when it ended."""
+    saved: int | None = None
+    """The step at which its script has saved and ended, because the run was asked to end."""
     told: bool = False
     """Whether the scripts that still run know of its end."""
     killed: bool = False
@@ -72,6 +77,10 @@ class _Place:
     """When it was last seen to compute; until it has joined, when it was last seen not to be stopped."""
     unfit: bool = False
     """Whether its process has failed when no restart was left: nothing is started here any more."""
+    leaves: bool = False
+    """Whether the launcher of its host was asked to end: nothing is started here until the host comes again."""
+    asked: float | None = None
+    """When it was asked for its threads, as others wait for it."""
 
 
 @dataclass
@@ -87,6 +96,21 @@ class _Wait:
     cause: Failure
     again: set[int]
     until: float
+
+
+@dataclass
+class _Ending:
+    """An end that was asked for: all processes save at their next common step.
+
+    Attributes:
+      until: time at which they are killed.
+      is_final: whether the run ends; else it goes on without the hosts whose launchers were asked.
+      after: the steps that were begun when it was asked for; None until all processes have said theirs.
+    """
+
+    until: float
+    is_final: bool
+    after: int | None = None
 
 
 class Supervisor:
@@ -120,6 +144,9 @@ class Supervisor:
         self._over_at: float | None = None
         """The time at which the remaining processes are killed."""
         self._interrupted = False
+        self._terminated = False
+        """Whether a signal has asked this launcher to end the run."""
+        self._ending: _Ending | None = None
         self._failures: list[Failure] = []
         self._losses = Losses()
         self._wait: _Wait | None = None
@@ -127,6 +154,7 @@ class Supervisor:
         """Places whose hosts are there, and that the run takes at its next checkpoint."""
         self._saved: int | None = None
         """The step of the last checkpoint that is known to be complete."""
+        self._lateness = Lateness(job.config.deadline)
         self._looked = monotonic()
         self._goodput = Goodput(self._looked)
 
@@ -168,6 +196,8 @@ class Supervisor:
                     place.handle.replace()
             case "host here", at:
                 self._arrived(at)
+            case "terminate", *at:
+                self._terminate(self._places[at[0]] if at else None)
             case _:
                 self._interrupt()
 
@@ -175,9 +205,11 @@ class Supervisor:
         match said["what"]:
             case "joined":
                 place.joined = True
+                self._lateness.begin()  # others have waited for its start
                 for member in self._members:
                     member.told = False  # else only those hear of ends that were there
             case "done":
+                place.saved = said.get("saved")
                 self._ended_well(place, said["calls"])
             case _:
                 place.report = dict(said)
@@ -191,6 +223,11 @@ class Supervisor:
             return
         place.ended, place.told = calls, False
         if all(m.ended is not None for m in self._members):
+            if self._ending and not self._ending.is_final and place.saved is not None and (chosen := self._chosen()):
+                self._ending = None
+                self._screen.say(f"all have saved; the run goes on with {number_text(len(chosen), 'process')}")
+                self._regroup(chosen)
+                return
             self._leaving = True
             self._server.notify_all({"event": "leave"})
 
@@ -218,7 +255,7 @@ class Supervisor:
 
     def _chosen(self) -> list[_Place]:
         """The most places that the run can go on with now; none if they are too few. Islands stay whole."""
-        there = [p for p in self._places if p.handle.is_here and not p.unfit]
+        there = [p for p in self._places if p.handle.is_here and not (p.unfit or p.leaves)]
         config = self._job.config
         size = 1 if config.islands == 1 else config.per_island
         processes = len(there) // size * size
@@ -237,6 +274,7 @@ class Supervisor:
     def _arrived(self, at: int) -> None:
         """Handle a host that is there, for the first time or again."""
         place = self._places[at]
+        place.leaves = False
         if self._wait is not None:
             self._go_on()
         elif place.process < 0 and not place.unfit and self._over_at is None and not self._leaving:
@@ -252,7 +290,6 @@ class Supervisor:
             self._server.drop(process)
         self._number(places)
         self._epoch += 1
-        self._goodput.interrupt()
         self._tell_epoch()
         self._start(range(len(self._members)))
 
@@ -279,7 +316,7 @@ class Supervisor:
             place.epoch, place.began, place.running = self._epoch, monotonic(), True
             place.moved = place.began
             place.joined = place.killed = False
-            place.why, place.report, place.ended = "", None, None
+            place.why, place.report, place.ended, place.saved, place.asked = "", None, None, None, None
             self._server.drop(p)  # the connection of its last start, if it stays open, says nothing about this one
             job = replace(self._job, config=replace(config, me=p), start=place.start)
             try:
@@ -326,7 +363,7 @@ class Supervisor:
         """Mend the losses that have waited for their cause, or end the run."""
         failures = self._losses.take()
         cause = failures[0]
-        if self._leaving or cause.final:
+        if self._leaving or cause.final or self._ending:
             self._report_loss(cause)
             self._give_up(failures)
         elif self._wait is not None:
@@ -367,7 +404,6 @@ class Supervisor:
         """Mend a loss: start again the lost processes, and all that cannot go on without them."""
         self._epoch += 1
         self._restarts -= 1
-        self._goodput.interrupt()
         ended = {m.process for m in self._members if m.ended is not None}
         again = self._with_islands(lost | ended)
         if not self._stop(cause, again):
@@ -407,6 +443,7 @@ class Supervisor:
         self._start(sorted(again))
 
     def _tell_epoch(self) -> None:
+        self._goodput.begin(self._epoch)
         self._server.notify_all({"event": "epoch", "epoch": self._epoch, "restarts": self._restarts}, newcomers=True)
 
     def _go_on(self) -> None:
@@ -455,6 +492,53 @@ class Supervisor:
             if place.running:
                 place.handle.interrupt()
 
+    # -- an end that is asked for
+
+    def _terminate(self, place: _Place | None) -> None:
+        """Handle SIGTERM to this launcher, or to that of another host: all processes save at the next common step.
+
+        The second one to this launcher kills them. They are interrupted if nothing would be saved.
+        """
+        again = self._terminated and place is None
+        is_final = place is None or self._least == len(self._places)
+        self._terminated = self._terminated or is_final
+        if self._ending and not again:
+            self._ending.is_final |= is_final
+        elif self._over_at is None and not (again or self._leaving or self._losses or self._wait) and all(
+            m.joined and m.running for m in self._members
+        ):  # fmt: skip
+            grace = self._job.config.grace
+            self._ending = _Ending(monotonic() + grace, is_final)
+            who = f"the launcher of {_host(place)} was" if place else "this run was"
+            self._screen.say(f"{who} asked to end: all processes save at their next step, within {grace:g} s")
+            self._server.notify_all({"event": "end soon"})
+        elif is_final:
+            self._interrupted = self._interrupted or again
+            self._interrupt()
+        if place is not None and not is_final:
+            place.leaves = True
+            if self._ending is None:
+                place.handle.interrupt()
+
+    def _look_at_last_step(self, ending: _Ending, now: float) -> None:
+        """Name the last step once all have said how many they have begun. End the run if they cannot save."""
+        members = [m.process for m in self._members]
+        begun = [json.loads(self._server.text(f"{self._epoch}/begun/{p}") or '""') for p in members]
+        without = [p for p, steps in zip(members, begun, strict=True) if steps is None]
+        if now > ending.until:
+            late = [m.process for m in self._members if m.ended is None]
+            self._screen.say(f"{processes_text(late)} did not end within {self._job.config.grace:g} s")
+            self._interrupted = True
+            self._interrupt()
+        elif "" in begun:
+            return  # not all have said it
+        elif without:
+            self._screen.say(f"{processes_text(without)} {'has' if len(without) == 1 else 'have'} no loop that saves")
+            self._interrupt()
+        elif ending.after is None:
+            ending.after = max(begun)
+            self._server.notify_all({"event": "end after", "steps": ending.after})
+
     # -- time
 
     def _look(self) -> None:
@@ -467,12 +551,18 @@ class Supervisor:
             self._decide()
         elif self._wait is not None:
             self._go_on()
+        elif self._ending and not self._leaving:
+            self._look_at_last_step(self._ending, now)
         if now - self._looked >= BEAT:
-            self._look_at_activity(now, now - self._looked > 3 * BEAT)
+            paused = now - self._looked > 3 * BEAT
+            self._look_at_activity(now, paused)
             self._looked = now
             self._look_for_silence(now)
+            self._look_for_late(paused)
             self._tell_ended()
             self._look_at_progress(now)
+        elif any(m.asked is not None for m in self._members):
+            self._look_for_late(paused=False)
 
     def _look_at_activity(self, now: float, paused: bool) -> None:
         """Note which processes compute or are stopped. `paused`: this process was stopped itself, which counts for
@@ -498,13 +588,54 @@ class Supervisor:
                 self._condemn(p, f"no sign of life for {silence:g} s")
         for p in (p for p in self._server.silent(deadline) if p in members):
             self._condemn(p, f"no sign of life for {deadline:g} s")
-        joining = max(deadline / 2, deadline - _EARLIER)
         for p, place in enumerate(self._members):
             if place.running and not place.joined:
                 if now - place.moved > silence:
                     self._condemn(p, f"it was stopped for {silence:g} s before it had joined the run")
-                if now - place.began > joining:
-                    self._condemn(p, f"it did not join the run within {joining:g} s")
+                if now - place.began > deadline:
+                    self._condemn(p, f"it did not join the run within {deadline:g} s")
+
+    def _look_for_late(self, paused: bool) -> None:
+        """Look for processes that others have waited for too long. They are asked for their threads, and lost when they
+        have answered, or could have."""
+        if self._over_at is not None or self._wait is not None or self._losses or self._leaving:
+            return
+        at, heard = self._server.heard()
+        ended = {m.process for m in self._members if m.ended is not None}
+        late = self._lateness.look(at, self._epoch, heard, ended, paused)
+        named = [] if late is None else [m for m in self._members if m.process in (late.processes or heard)]
+        named = [m for m in named if m.running and m.joined and m.ended is None and not m.why]
+        for member in self._members:
+            if member not in named:
+                member.asked = None  # it has come
+            elif member.asked is None:
+                member.asked = monotonic()
+                self._server.notify(member.process, {"event": "show", "key": _threads_key(member)})
+        answers = [self._server.text(_threads_key(m)) for m in named]
+        waited = all(m.asked is not None and monotonic() - m.asked > 3 * BEAT for m in named)
+        if late is not None and named and (None not in answers or waited):
+            self._lose_late(late, named, answers, heard)
+
+    def _lose_late(
+        self, late: Late, named: Sequence[_Place], answers: Sequence[str | None], heard: Mapping[int, str]
+    ) -> None:
+        """Say what the run knows of late processes, and lose them. If all wait for one another, the run ends."""
+        deadline = self._job.config.deadline
+        said = processes_text([m.process for m in named])
+        head = f"after {deadline:g} s {said} {'have' if len(named) > 1 else 'has'} not come: {late.why}"
+        if not late.processes:
+            head = f"for {deadline:g} s {late.why}"
+        lines = last_calls(heard, range(len(self._members)))
+        self._screen.say(all_offenders(head, lines))
+        for member, text in zip(named, answers, strict=True):
+            threads = text or "it does not say what it does: it is stopped, or holds Python's lock"
+            self._screen.say(prefixed(member.process, threads.splitlines()))
+            member.asked = None
+        if late.processes:
+            for member in named:
+                self._condemn(member.process, f"it has not come for {deadline:g} s; {late.why}")
+        else:
+            self._give_up([Failure(named[0].process, 1, late.why, f"DisagreementError: {late.why}\n", final=True)])
 
     def _condemn(self, p: int, why: str) -> None:
         place = self._members[p]
@@ -518,8 +649,8 @@ class Supervisor:
         with suppress(ValueError):  # an error in place of facts: the status line has it
             said = json.loads(statuses.get(0) or "{}")
             if "step" in said:
-                self._goodput.see(now, said["step"])
-            if "saved" in said and said["saved"] != self._saved:
+                self._goodput.see(now, said["epoch"], said["step"])
+            if "saved" in said and said["epoch"] == self._epoch and said["saved"] != self._saved:
                 self._saved = said["saved"]
                 self._grow()
 
@@ -527,7 +658,7 @@ class Supervisor:
         """Take hosts that have come: a checkpoint is complete, so that nothing is lost."""
         chosen = self._chosen()
         ends = self._over_at is not None or self._leaving or any(m.ended is not None for m in self._members)
-        if self._newcomers and not ends and len(chosen) > len(self._members):
+        if self._newcomers and not (ends or self._ending) and len(chosen) > len(self._members):
             self._screen.say(f"the run goes on with {number_text(len(chosen), 'process')} from its last checkpoint")
             self._regroup(chosen)
 
@@ -543,18 +674,27 @@ class Supervisor:
         failures = sorted((self._with_tail(f) for f in self._failures), key=lambda f: f.order)
         if self._interrupted:
             for failure in failures:
-                if failure.process == 0:
-                    self._screen.say(failure_text(failure, 1))
-            return INTERRUPTED
+                if failure.process == 0 and (text := failure_text(failure, 1)):
+                    self._screen.say(text)
+            return TERMINATED if self._terminated else INTERRUPTED
         if not failures:
-            return 0
+            saved = [m.saved for m in self._members if m.saved is not None]
+            if len(saved) < len(self._members):  # a script has ended by itself
+                return 0
+            self._screen.say(f"all processes have saved step {saved[0]}, and ended")
+            return TERMINATED
         if text := failure_text(failures[0], len(self._members)):
             self._screen.say(text)
         for failure in failures[1:]:
             self._screen.say(failure_line(failure))
-        return failures[0].code
+        return TERMINATED if self._terminated else failures[0].code
+
+
+def _threads_key(place: _Place) -> str:
+    """The key under which a process answers what its threads do."""
+    return f"threads of {place.process}, start {place.start}, asked at {place.asked}"
 
 
 def _host(place: _Place) -> str:
-    host = getattr(place.handle, "host", "")
-    return f"host {host.split()[0]}" if host else "its host"
+    name = getattr(place.handle, "host_name", "")
+    return f"host {name}" if name else "its host"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import warnings
 from collections import deque
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -20,10 +21,10 @@ import numpy as np
 
 from shardc import compat
 from shardc.arrays.remote import is_remote
-from shardc.checkpoint.progress import StatusLine
-from shardc.errors import ArgumentError, all_offenders
+from shardc.errors import ArgumentError, ShardcWarning, all_offenders
 from shardc.live.figures import step_figures, waiting_text
 from shardc.live.writers import CsvFile, ProgressLine, RowWriter, TensorBoard, is_own_column
+from shardc.passes.trace.trace import where_of
 from shardc.runtime.cluster import current
 
 _log: Final = logging.getLogger("shardc")
@@ -58,8 +59,8 @@ def progress(  # noqa: PLR0913  # a public face
 
     Args:
       step: the function that the loop calls: of `shardc.function`, shardc.flax or shardc.equinox, a compiled one or a
-        flow. Its plan gives the planned time, the operations and the memory. None, or another function: no such
-        figures.
+        flow. Its plan gives the planned time, the operations and the memory. None: no such figures. Another function
+        has none either, and a ShardcWarning says so.
       total: steps of the loop with those before `start`; None: unknown.
       start: steps that were done before, as `saved.last(...)` gives them.
       every: a row is shown after the first step, after each step whose number it divides, and after the last one.
@@ -106,6 +107,12 @@ def progress(  # noqa: PLR0913  # a public face
         wrong.append(f"step={step!r}: give the function that the loop calls; the number of steps is total=.")
     if wrong:
         raise ArgumentError(all_offenders("shardc.progress: arguments that do not fit", wrong))
+    if step is not None and not hasattr(step, "latest"):
+        text = (
+            f"shardc.progress: {where_of(step)} is no function of shardc, so its planned time, operations and MFU are "
+            "unknown; give the shardc.function that the loop calls, or none."
+        )
+        warnings.warn(text, ShardcWarning, stacklevel=compat.users_level())
     numbers = None if total is None else int(total), int(start), int(every), None if items is None else float(items)
     return Meter(_Loop(step, *numbers, unit), csv, tensorboard)
 
@@ -212,7 +219,7 @@ class Meter:
     def __enter__(self) -> Meter:
         csv, folder = self._files
         cluster = current()
-        self._status = cluster if isinstance(cluster, StatusLine) else None
+        self._status = None if cluster is None else cluster.loop
         self._speaks = (jax.process_index() if cluster is None else cluster.me) == 0
         with ExitStack() as opened:
             if self._speaks:
@@ -226,6 +233,8 @@ class Meter:
                 opened.callback(self._screen.close)
             opened.callback(self._clock.stop)
             self._closing = opened.pop_all()
+        if self._status is not None:
+            self._status.begin(self._loop.start)
         self._began = monotonic()
         return self
 
@@ -307,7 +316,7 @@ class Meter:
         for writer in self._writers:
             writer.write(figures)
         if self._status is not None:
-            self._status.say(step=step, loss=values.get("loss"), tokens=rate if loop.unit == "tokens" else None)
+            self._status.measured(step, values.get("loss"), rate if loop.unit == "tokens" else None)
 
     def _warn(self, screen: ProgressLine, values: Mapping[str, float], steps: _Steps) -> None:
         """Show since which step a result is not finite, once."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 
+from shardc.runtime.calls import refuse_unlike
 from shardc.runtime.cluster import Cluster, current
 
 
@@ -104,6 +105,26 @@ def me() -> int:
 def processes_of(devices: Iterable[Any]) -> list[int]:
     """The processes that have these devices, in ascending order."""
     return sorted(set(map(process_of, devices)))
+
+
+def meet(devices: Iterable[Any], what: str, facts: Mapping[str, str]) -> None:
+    """Wait until all processes that have these devices come to the same collective, before any of them launches it. A
+    collective that one of them alone launches ends the process, or never ends.
+
+    Args:
+      what: the collective.
+      facts: of this process, by name; equal in all.
+
+    Raises:
+      DisagreementError: a process makes another call, or other facts.
+      PeerLostError, ClusterError: as `Cluster.gather`.
+    """
+    cluster, processes = current(), processes_of(devices)
+    if cluster is None or len(processes) == 1 or cluster.config.per_island != jax.process_count():
+        return
+    among = None if len(processes) == cluster.processes else processes
+    said = [json.loads(text) for text in cluster.gather(what, json.dumps(facts), among)]
+    refuse_unlike(what, processes, said)
 
 
 def runtimes_of(devices: Iterable[Any]) -> list[int]:

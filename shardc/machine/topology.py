@@ -392,8 +392,64 @@ def default_spans(machine: Topology, axes: Sequence[tuple[str, int]]) -> dict[st
     if len(machine.fabrics) == 1:
         return {a: (AxisSpan(first, 0, n),) for a, n in axes}
     whole = math.prod(n for _, n in axes)
-    shape = (*(f.most or whole for f in machine.fabrics[:-1]), whole)
+    filled, _ = _fill(machine, axes)
+    limited = [*(f.most for f in machine.fabrics[:-1]), 0]
+    shape = tuple(n if most else whole for n, most in zip(filled, limited, strict=True))
     return dict(lay_out(replace(machine, shape=shape), axes))
+
+
+def default_shape(machine: Topology, devices: int) -> tuple[int, ...]:
+    """The shape of so many devices on switches: of each fabric the largest part that divides what is left."""
+    shape, _ = _fill(machine, [("", devices)])
+    while len(shape) > 1 and shape[-1] == 1:
+        shape.pop()
+    return tuple(shape)
+
+
+class Outside(NamedTuple):
+    """An axis of which no part fits into the room that a fast fabric has left for it.
+
+    Attributes:
+      dim: the dimension of the fabric.
+      axis, size: the axis and its devices.
+      parts: those of it that slower fabrics join: each is one device, or a group that a faster fabric joins.
+      room: the parts for which there is room.
+    """
+
+    dim: int
+    axis: str
+    size: int
+    parts: int
+    room: int
+
+
+def outside_by_default(machine: Topology, axes: Sequence[tuple[str, int]]) -> list[Outside]:
+    """The axes that the default layout leaves to slower links, though a faster fabric has room for two parts of them or
+    more."""
+    if machine.fabrics[0].kind == "torus" or len(machine.fabrics) == 1:
+        return []
+    return _fill(machine, axes)[1]
+
+
+def _fill(machine: Topology, axes: Sequence[tuple[str, int]]) -> tuple[list[int], list[Outside]]:
+    """The shape in which devices fill the fastest fabric first and each axis is a grid, and the axes that this leaves
+    outside. A fabric takes whole axes from the innermost one on, and of the next one the largest divisor that fits."""
+    left = [(a, n, n) for a, n in axes if n > 1]
+    shape, outside = list[int](), list[Outside]()
+    for dim, fabric in enumerate(machine.fabrics[:-1]):
+        taken = 1
+        while left:
+            axis, size, parts = left.pop()
+            room = fabric.most // taken if fabric.most else parts
+            fit = next(m for m in range(min(parts, room), 0, -1) if parts % m == 0) if room else 1
+            taken *= fit
+            if fit < parts:
+                left.append((axis, size, parts // fit))
+                if fit == 1 < room:
+                    outside.append(Outside(dim, axis, size, parts, room))
+                break
+        shape.append(taken)
+    return [*shape, math.prod(parts for _, _, parts in left)], outside
 
 
 def lay_out(machine: Topology, axes: Sequence[tuple[str, int]]) -> Layout:

@@ -167,12 +167,15 @@ def from_json(text: str, name: str) -> SavedPlan:
     """
     try:
         data = parsed(text)
+        if not isinstance(data, dict) or "shardc plan" not in data:
+            raise ValueError('it has no "shardc plan"')
         made = data.pop("shardc plan")
         if made == FORMAT:
             data = {"offloaded": [], "recomputed_for_speed": data.pop("cheaper", []), **data}  # its name was `cheaper`
             return typed(SavedPlan, {**data, "name": name}, {Placement: _placement})
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        wrong = f"{name} is no plan that shardc saved, or was changed so that it is none: {error!r}."
+        why = f"it has no {error}" if isinstance(error, KeyError) else error
+        wrong = f"{name} is no plan that shardc saved, or was changed so that it is none: {why}."
         raise ArgumentError(wrong) from error
     raise ArgumentError(
         f"{name} is a plan of format {made}, and this version of shardc reads format {FORMAT}; plan anew and save that."

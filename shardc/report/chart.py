@@ -138,6 +138,11 @@ class Chart:
         """The numbers of a task."""
         return {"stage": label.stage, "microbatch": label.microbatch} if isinstance(label, Action) else {}
 
+    def is_unknown(self, track: Track, row: int) -> bool:
+        """Whether nobody has said how long the tasks of an actor take, so that a run lacks them."""
+        del track, row
+        return False
+
     @cached_property
     def channels(self) -> Sequence[int]:
         """The channels that are drawn, by kind and sending stage: those that are used once per microbatch."""

@@ -16,6 +16,7 @@ _PER_TICK: Final = 12
 _MOST_LINES: Final = 72
 """The most lines of a drawing that is wrapped into several blocks."""
 _IDLE: Final = "."
+_UNKNOWN: Final = "?"
 _DENOMINATOR: Final = 1000
 """Times are rounded to fractions of this largest denominator, to find their unit."""
 
@@ -28,9 +29,10 @@ def chart_text(chart: Chart, width: int = WIDTH) -> str:
       width: characters of a line. A long run is wrapped into blocks, unless there would be too many lines.
 
     Returns:
-      A line about each run, then for each actor a line for each run, and a scale of time. A dot is idle time: if times
-      are units of the costs, one unit where that leaves room for names. A task whose name does not fit is a letter.
-      For tasks shorter than a character, it is the letter of the kind that takes the largest part of the character.
+      A line about each run, then for each actor a line for each run, and a scale of time. A question mark is in rows
+      whose times are unknown. A dot is idle time: if times are units of the costs, one unit where that leaves room for
+      names. A task whose name does not fit is a letter. For tasks shorter than a character, it is the letter of the
+      kind that takes the largest part of the character.
     """
     tracks, extents = chart.tracks, chart.spans_of_time
     each = len(set(extents)) > 1  # two scales: the planned run's above, the measured run's below
@@ -85,14 +87,15 @@ def _row(chart: Chart, track: Track, row: int, scale: float, cell: int) -> str:
     """One actor's line: `F0--- F1--- ...B0----------`. `scale` is the characters of a unit of time, `cell` those of a
     dot."""
     spans = chart.spans(track, row)
-    text = [_IDLE if at % cell == 0 else " " for at in range(round(track.timeline.makespan * scale))]
+    idle = _UNKNOWN if chart.is_unknown(track, row) else _IDLE
+    text = [idle if at % cell == 0 else " " for at in range(round(track.timeline.makespan * scale))]
     ends = [(round(s.start * scale), round(s.end * scale)) for s in spans]
     places = [(span, first, last) for span, (first, last) in zip(spans, ends, strict=True) if last > first]
     for i, (span, first, last) in enumerate(places):
         touches = cell > 1 or (i + 1 < len(places) and places[i + 1][1] == last)
         text[first:last] = _cell(chart, span, last - first, touches)
     for column, kind in _fine(chart, spans, scale).items():
-        if column < len(text) and text[column] == _IDLE:
+        if column < len(text) and text[column] == idle:
             text[column] = kind
     return "".join(text)
 
@@ -137,7 +140,8 @@ def _legend(chart: Chart) -> str:
     spans = (s for track in chart.tracks for row in chart.rows for s in chart.spans(track, row))
     found = {chart.kind(s.label) for s in spans if s.end > s.start}
     words = [f"{'other names:' if kind == '-' else kind} {word}" for kind, word in chart.kinds.items() if kind in found]
-    return ", ".join([*words, chart.number_is])
+    unknown = any(chart.is_unknown(track, row) for track in chart.tracks for row in chart.rows)
+    return ", ".join([*words, chart.number_is, *[f"{_UNKNOWN} unknown time"] * unknown])
 
 
 def _wrapped(heads: Sequence[str], rows: Sequence[str], room: int) -> str:

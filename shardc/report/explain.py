@@ -19,7 +19,7 @@ from shardc.pipeline.plan import MpmdPlan, PlanView
 from shardc.plan.borders import Border
 from shardc.plan.plan import SpmdPlan
 from shardc.report.explain_pipeline import OwnSections, pipeline_sections
-from shardc.report.plan_warnings import uneven_notes
+from shardc.report.plan_warnings import slow_axis_notes, uneven_notes
 from shardc.report.stage_text import ranges_text
 from shardc.report.tables import (
     MOST,
@@ -45,6 +45,32 @@ WORDS = (
 )
 
 
+SEARCH_COST: Final = (
+    "Search cost: the seconds of products, moves and memory added up, without fusion, overlap and light arithmetic, "
+    "which the time of a call counts."
+)
+
+
+def compared_text(plan: SpmdPlan) -> str:
+    """Whether a plan that the search looked at takes fewer seconds: `2 other plans were timed, none is faster`."""
+    others = {"a rewrite": [t.seconds for t in plan.trials] + [t.before for t in plan.trials]}
+    if plan.unlimited is not None:
+        others["that without the memory limit"] = [plan.unlimited.seconds]
+    if plan.uneven is not None:
+        others["that with uneven results"] = [plan.uneven.seconds]
+    differ = {
+        name: {s for s in each if math.isfinite(s) and not math.isclose(s, plan.seconds)}
+        for name, each in others.items()
+    }
+    if not (count := sum(map(len, differ.values()))):
+        return "no other plan was timed"
+    seconds, name = min((s, name) for name, each in differ.items() for s in each)
+    timed = f"{number_text(count, 'other plan')} {'was' if count == 1 else 'were'} timed"
+    if seconds > plan.seconds:
+        return f"{timed}, none is faster"
+    return f"{timed}, {name} takes fewer seconds: {seconds_text(seconds)}"
+
+
 def explain(plan: PlanView) -> str:
     """The text of a plan: where each value lives, which collectives run, why, their bytes, and their source lines."""
     return report_text(sections_of(plan))
@@ -65,13 +91,21 @@ def sections_of(plan: PlanView, width: int | None = None) -> list[Section]:
     own = _own_sections(plan, width)
     staged = isinstance(plan, MpmdPlan)
     found = [
-        _head(plan, own), Section(WORDS), *own.stages,
+        _head(plan, own), Section("\n".join([WORDS, *_cost_words(plan)])), *own.stages,
         _borders("Arguments", "uses" * staged, plan.in_borders),
         _borders("Results", "makes" * staged, plan.out_borders),
         *own.transfers, _moves(plan), totals(plan), _host_memory(plan), *own.channels,
         _attention(plan), _gathered(plan), _found(plan), _notes(plan), _memory(plan, own),
     ]  # fmt: skip
     return [s for s in found if s is not None]
+
+
+def _cost_words(plan: PlanView) -> list[str]:
+    """What is proved of a plan of one program."""
+    if isinstance(plan, MpmdPlan):
+        return []
+    text = compared_text(plan)
+    return [f"{SEARCH_COST} {text[0].upper()}{text[1:]}."]
 
 
 # -- head
@@ -112,7 +146,7 @@ def _scans(plan: PlanView) -> Iterator[str]:
 def _program_sections(plan: SpmdPlan) -> OwnSections:
     """The parts of the report that only a plan of one program has."""
     about = "about" if all(c.is_known for _, c in plan.moves) else "at least"
-    head = f"{_sent_text(plan)}; {about} {seconds_text(plan.seconds)}; {proof_text(plan)}."
+    head = f"{_sent_text(plan)}; {about} {seconds_text(plan.seconds)}; search cost {proof_text(plan)}."
     memory, hbm = plan.memory, plan.mesh.topology.hbm
     fullest = Section(
         f"Memory: at most {bytes_text(memory.peak)} on each device, {percent_text(memory.peak / hbm)} of its "
@@ -148,9 +182,9 @@ def proof_text(plan: PlanView) -> str:
 
 
 def optimality_text(gap: float | None) -> str:
-    """`proved optimal`, `within 4.8% of the optimum`."""
+    """How far the search cost of a plan is from the least: `proved optimal`, `within 4.8% of the optimum`."""
     if gap is None:
-        return "not proved optimal"
+        return "without a bound"
     return f"within {percent_text(gap)} of the optimum" if gap else "proved optimal"
 
 
@@ -283,7 +317,8 @@ def totals(plan: PlanView) -> Section | None:
         (axes, kind, str(count), bytes_text(size), "" if math.isnan(size) else percent_text(size / whole))
         for axes, kind, count, size in sorted(sums, key=lambda row: -math.inf if math.isnan(row[-1]) else -row[-1])
     ]
-    return Section("Totals by axis and kind", ("over", "collective", ">times", ">bytes", ">share"), rows)
+    title = "Totals by axis and kind" + ", one device of each stage added up" * isinstance(plan, MpmdPlan)
+    return Section(title, ("over", "collective", ">times", ">bytes", ">share"), rows)
 
 
 def _host_memory(plan: PlanView) -> Section | None:
@@ -362,7 +397,11 @@ def _notes(plan: PlanView) -> Section | None:
 
 def notes_of(plan: PlanView) -> list[str]:
     """The notes of a plan, alike ones folded."""
-    notes = [*plan.request.notes, *(note for _, part in plan.parts for note in uneven_notes(part))]
+    notes = [
+        *plan.request.notes,
+        *slow_axis_notes(plan),
+        *(note for _, part in plan.parts for note in uneven_notes(part)),
+    ]
     folded = fold_rows([((), note, None) for note in notes])
     return [times_text(fold_paths(alike), len(alike)) for _, alike, _ in folded]
 

@@ -125,7 +125,8 @@ def _verdict(asked: Counterfactual, value: Named, others: Sequence[Other]) -> st
     there = placement_text(best.placement)
     if pin is None or pin.fixed == frozenset():
         if gains and plan.gap != 0.0:
-            return f"{there} {_costs(plan, best.plan)}: better than this plan, which is {proof_text(plan)}."
+            proved = proof_text(plan)
+            return f"{there} {_costs(plan, best.plan)}: better than this plan, whose search cost is {proved}."
         if gains:
             return (
                 f"{here} is the cheapest if the memory traffic of each value is counted too; {there} "

@@ -143,6 +143,8 @@ def _draw_head(chart: Chart, figure: Figure, width: float, height: float) -> Non
     handles = [Patch(color=chart.colours[k], label=text) for k, text in _kinds_drawn(chart).items()]
     if chart.has_chunks:
         handles.append(Patch(color=_lighter(PALE, 1), label="lighter: a rank's later stages"))
+    if any(chart.is_unknown(t, row) for t in chart.tracks for row in chart.rows):
+        handles.append(Patch(facecolor="white", edgecolor=LINE, hatch="////", label="hatched: unknown time"))
     figure.legend(
         handles=handles, ncols=min(len(handles), _legend_columns(chart, width)), loc="upper left", borderpad=0,
         borderaxespad=0, frameon=False, fontsize=8,
@@ -170,7 +172,12 @@ def _draw_rows(chart: Chart, axes: Axes, plot: float, left: float) -> None:
         )
         for i, track in enumerate(chart.tracks):
             y = top + i * _ROW
-            axes.axhspan(y + 0.015, y + _ROW - 0.015, color="#f4f5f7", lw=0, zorder=0)
+            if chart.is_unknown(track, row):
+                axes.axhspan(
+                    y + 0.015, y + _ROW - 0.015, facecolor="white", edgecolor=LINE, hatch="////", lw=0, zorder=0
+                )
+            else:
+                axes.axhspan(y + 0.015, y + _ROW - 0.015, color="#f4f5f7", lw=0, zorder=0)
             if runs > 1:
                 axes.text(-0.06 / plot, y + _ROW / 2, track.name, size=_SIZE, color=PALE, va="center", ha="right")
             _draw_row(_TrackRow(chart, track, row, chart.spans_of_time[i], plot), axes, y)

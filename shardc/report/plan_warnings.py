@@ -11,6 +11,7 @@ from shardc.compat import Eqn
 from shardc.errors import number_text
 from shardc.ir.collective import known_bytes
 from shardc.ir.walk import bytes_of, local_bytes
+from shardc.machine.topology import outside_by_default
 from shardc.passes.trace.canonicalize import EVERY
 from shardc.passes.trace.pins import code_text
 from shardc.pipeline.options import Pipeline
@@ -38,7 +39,21 @@ def warnings_of(plan: PlanView, where: str, replicate: Collection[str] = ()) -> 
         *_without_rule(plan, where, replicate),
         *_not_donated(plan, where),
         *_without_pipeline(plan, where),
+        *(f"{where}: {text}" for text in slow_axis_notes(plan)),
         *uneven,
+    ]
+
+
+def slow_axis_notes(plan: PlanView) -> list[str]:
+    """A line for each axis that lies on slow links because no part of it fits into what faster ones have left."""
+    machine = plan.mesh.topology
+    found = [] if machine.layout else outside_by_default(machine, plan.mesh.axes)
+    return [
+        f"No part of axis {o.axis!r} of {o.size} devices lies within "
+        f"{'a switch' if o.dim else 'an NVLink domain' if machine.backend == 'gpu' else 'a chip'} of {machine.kind}, "
+        f"which has room for {o.room}: no number from 2 to {o.room} divides {o.parts}. Collectives over it take slower "
+        f"links. {o.axis}={o.size // o.parts * (o.parts - 1)} has such a divisor."
+        for o in found
     ]
 
 

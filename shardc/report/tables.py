@@ -9,16 +9,18 @@ import re
 import shutil
 import sys
 import textwrap
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final, TypeAlias, TypeVar
+from typing import Final, NamedTuple, TypeAlias, TypeVar
 
+from jax.sharding import Mesh
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from shardc.errors import number_text
-from shardc.machine.mesh import AnyMesh, stages_text
+from shardc.machine.mesh import AnyMesh, stages_text, view
 from shardc.machine.topology import Topology
 from shardc.sbp.placement import Placement
 
@@ -83,6 +85,41 @@ def devices_text(topology: Topology, count: int) -> str:
 def mesh_text(mesh: AnyMesh) -> str:
     """`data=4, model=2`; of a pipeline's rank `data=2, stage 3`."""
     return ", ".join([*(f"{a}={n}" for a, n in mesh.shape.items()), *filter(None, [stages_text(mesh)])])
+
+
+class MeshText(NamedTuple):
+    """The text of a mesh among others.
+
+    Attributes:
+      shape: as `mesh_text` says it.
+      devices: its devices, if another mesh has this shape; else empty.
+    """
+
+    shape: str
+    devices: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.shape} (devices {self.devices})" if self.devices else self.shape
+
+
+def mesh_texts(meshes: Iterable[AnyMesh]) -> dict[AnyMesh, MeshText]:
+    """A text for each mesh that no other one has: `data=2`, or `data=2 (devices 4, 5)`."""
+    distinct = dict.fromkeys(meshes)
+    shapes = Counter(map(mesh_text, distinct))
+    return {m: MeshText(s := mesh_text(m), _devices_of(m) if shapes[s] > 1 else "") for m in distinct}
+
+
+def _devices_of(mesh: AnyMesh) -> str:
+    """`4, 5`; of a mesh without devices `of v5p`."""
+    if not isinstance(mesh, Mesh):
+        return f"of {view(mesh).topology.kind}"
+    runs: list[list[int]] = []
+    for n in (d.id for d in mesh.devices.flat):
+        if runs and runs[-1][-1] == n - 1:
+            runs[-1].append(n)
+        else:
+            runs.append([n])
+    return ", ".join(f"{r[0]}-{r[-1]}" if len(r) > 2 else ", ".join(map(str, r)) for r in runs)
 
 
 def numbers_text(numbers: Iterable[int]) -> str:

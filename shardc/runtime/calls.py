@@ -25,22 +25,32 @@ def members_text(processes: Sequence[int]) -> str:
     return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in runs)
 
 
+def members_of(text: str) -> list[int]:
+    """The processes that `members_text` has written."""
+    runs = [list(map(int, part.split("-"))) for part in text.split(",")]
+    return [p for run in runs for p in range(run[0], run[-1] + 1)]
+
+
 MOST: Final = 12
 """The most lines of an error about facts that differ."""
 
 
-def refuse_unlike(name: str, processes: Sequence[int], said: Sequence[Mapping[str, str]]) -> None:
+def refuse_unlike(
+    name: str, processes: Sequence[int], said: Sequence[Mapping[str, str]], where_known: bool = False
+) -> None:
     """Raise DisagreementError if processes have not the same facts; it has a line for each fact that differs.
 
     Args:
       name: what they have to agree on, for errors.
       processes, said: the processes, and the facts of each by name.
+      where_known: whether a fact may be missing in some of them, which then agree with the others.
     """
     lines: list[str] = []
     for fact in dict.fromkeys(f for each in said for f in each):
         groups: dict[str, list[int]] = {}
         for p, each in zip(processes, said, strict=True):
-            groups.setdefault(each.get(fact, "nothing"), []).append(p)
+            if fact in each or not where_known:
+                groups.setdefault(each.get(fact, "nothing"), []).append(p)
         if len(groups) > 1:
             lines.append(f"{fact}: {'; '.join(f'{processes_text(ps)}: {value}' for value, ps in groups.items())}")
     if len(lines) > MOST:

@@ -22,10 +22,13 @@ from typing import Any, Final
 from shardc.errors import ClusterError, DisagreementError, PeerLostError
 from shardc.runtime.calls import call_text, calls_of, members_text, processes_text, refuse_other_calls
 from shardc.runtime.gathering import Gathering, Repeats, Verdict
+from shardc.runtime.last_step import LastStep
+from shardc.runtime.loop_status import LoopStatus
 from shardc.runtime.store import Event, Store
 from shardc.runtime.transport.connection import Allocate, Frame, FrameKind
-from shardc.runtime.transport.link import Link
+from shardc.runtime.transport.link import Link, Packed
 from shardc.runtime.transport.wire import Hello, Listener, dial, listen
+from shardc.runtime.waits import Waits, longest_text
 
 _log: Final = logging.getLogger("shardc")
 _UNKNOWN: Final = 5.0
@@ -57,6 +60,8 @@ class RunConfig:
       silence: seconds without a sign of life after which a process counts as lost.
       deadline: seconds to wait for a process that is alive but does not come.
       least: how many processes the run may go on with if hosts are lost; 0: all of them.
+      grace: seconds that the processes have to save and end when the run is asked to end.
+      judging: seconds beyond `deadline` in which the launcher finds who does not come.
     """
 
     me: int
@@ -70,6 +75,13 @@ class RunConfig:
     silence: float = 10.0
     deadline: float = 600.0
     least: int = 0
+    grace: float = 25.0
+    judging: float = 0.0
+
+    @property
+    def patience(self) -> float:
+        """Seconds after which a process that waits gives up by itself: the launcher has not found who is late."""
+        return self.deadline + self.judging
 
     @property
     def per_island(self) -> int:
@@ -106,16 +118,22 @@ class Cluster:
         self._over = ""
         self._closed = False
         self._leaving = False
-        self._facts: dict[str, Any] = {}
-        self.waits: dict[int, Callable[[], str]] = {}
-        """For each pipeline, by its number, a function that returns which process it waits for. Called before each sign
-        of life."""
+        self.loop = LoopStatus()
+        """Where the training loop is: the launcher gets to know with the next sign of life."""
+        self._begun: dict[str, Gathering] = {}
+        """The newest gathering of each name that was begun here."""
+        self._latest = ""
+        """The name of the newest gathering, or of the newest repeated call."""
+        self.waits = Waits()
+        self.on_show: Callable[[], str] = str
+        """Gives a text that says what this process does, for the launcher: its threads with their frames."""
         self.on_wrong: Callable[[ClusterError], None] = lambda error: _log.error("%s", error)
         """Called, once for each, in a thread of its own, with the error of a call that differs from those of other
         processes, or that others never make, if the main thread has not raised it in time: by default it is logged."""
+        self.last_step = LastStep(self._changed, self._stopped)
         self.on_orphaned: Callable[[], None] = self.end
         """Called when the launcher has ended: by default this process ends too."""
-        self.store = Store(config.store, config.secret, config.me, self._hear)
+        self.store = Store(config.store, config.secret, config.me, self._on_event)
         self.store.status = self._status
         try:
             self._listener = Listener(listen(config.links), config.secret, self._welcome)
@@ -138,6 +156,12 @@ class Cluster:
 
     # -- what the launcher says
 
+    def _on_event(self, event: Event) -> None:
+        if event["event"] == "show":
+            self.store.set(event["key"], self.on_show())
+        else:
+            self._hear(event)
+
     def _hear(self, event: Event) -> None:
         with self._changed:
             match event["event"]:
@@ -149,7 +173,7 @@ class Cluster:
                     if int(event["epoch"]) > max(self.epoch, self._next or 0):
                         self._next = int(event["epoch"])
                     self.config = replace(self.config, restarts=int(event["restarts"]))
-                case "done":
+                case "done" | "end soon" | "end after":
                     self._hear_ends(event)
                 case "leave":
                     self._leaving = True
@@ -163,7 +187,18 @@ class Cluster:
         if event["event"] == "gone":
             self.on_orphaned()
 
+    def _tell_begun(self) -> None:
+        """Tell the launcher how many steps this process has begun; it names the last one to all."""
+        self.store.set(self._key(f"begun/{self.me}"), json.dumps(self.last_step.ask()))
+
     def _hear_ends(self, event: Event) -> None:
+        """Hear which scripts have ended, or that this one is to end soon, or after how many steps."""
+        if event["event"] == "end soon":
+            self._tell_begun()
+            return
+        if event["event"] == "end after":
+            self.last_step.end_after(int(event["steps"]))
+            return
         self._ended |= {p: (int(event["epoch"]), event["calls"]) for p in event["processes"]}
         for name in self._repeats:  # this process may wait in a call that they never make
             self._reopen(name, self._counts[name])
@@ -179,13 +214,6 @@ class Cluster:
         if os.getpgrp() == os.getpid():
             os.killpg(0, signal.SIGKILL)
         os._exit(1)
-
-    def say(self, **facts: Any) -> None:
-        """Report progress: facts (numbers and texts) go to the launcher with the next sign of life. It shows `step`,
-        `loss`, `tokens` (a second) and `waits` (for which process). None removes a fact."""
-        known = {name: fact for name, fact in {**self._facts, **facts}.items() if fact is not None}
-        json.dumps(known)  # what cannot be sent is an error of the caller
-        self._facts = known
 
     def _look(self) -> None:
         """Look at the gatherings that are not finished: tell the others what came here, and report what is wrong."""
@@ -220,8 +248,26 @@ class Cluster:
 
     def _status(self) -> str:
         self._look()
-        waits = next(filter(None, (text() for text in list(self.waits.values()))), "")
-        return json.dumps({**({"waits": waits} if waits else {}), **self._facts})
+        waits = self.waits.now()
+        shown = longest_text(waits, self.me)
+        return json.dumps({
+            **({"waits": shown} if shown else {}),
+            **self.loop.facts,
+            "epoch": self.epoch,
+            "run": {"calls": self._newest_calls(), "waits": [w.to_json() for w in waits]},
+        })  # fmt: skip
+
+    def _newest_calls(self) -> dict[str, list[Any]]:
+        """The newest call of each name: its members, its number, and what it is; the newest of all comes last."""
+        with self._changed:
+            names = sorted(self._begun, key=lambda name: name == self._latest)
+            calls = {name: self._counts[name] for name in names}
+            begun = {name: self._begun[name] for name in names}
+            repeats = {name: self._repeats[name][-1][1] for name in names if self._repeats.get(name)}
+        for name, number in calls.items():
+            if begun[name].key[1] < number and name in repeats:
+                begun[name] = repeats[name].begin(number)
+        return {name: [members_text(begun[name].members), number, begun[name].why] for name, number in calls.items()}
 
     def wait_to_leave(self) -> bool:
         """Wait until all processes have ended well. False: the run ends otherwise."""
@@ -273,9 +319,10 @@ class Cluster:
                 self._changed.notify_all()
 
     def _wait_for_link(self, peer: int, why: str) -> Link:
-        self._changed.wait_for(
-            lambda: peer in self._links or self._stopped() or self.has_ended(peer), self.config.deadline
-        )
+        with self.waits.during([peer], why):
+            self._changed.wait_for(
+                lambda: peer in self._links or self._stopped() or self.has_ended(peer), self.config.patience
+            )
         if ended := self.has_ended(peer):  # it may have opened the link before
             self._changed.wait_for(lambda: peer in self._links or self._stopped(), _REASON)
         if peer in self._links:
@@ -286,12 +333,22 @@ class Cluster:
     def _dial(self, peer: int, why: str) -> Link:
         config = self.config
         address = self.published("address", peer, why)
-        sock = dial(address, config.secret, Hello(self.me, config.epoch), config.deadline, self.check)
+        sock = dial(address, config.secret, Hello(self.me, config.epoch), config.patience, self.check)
         with self._changed:
             if config.epoch == self.epoch and not self._closed:
                 return self._add_link(sock, peer)
         sock.close()
         raise PeerLostError("other processes of this run were started again.", -1)
+
+    def receive_tagged(self, peer: int, tag: str, why: str) -> Packed:
+        """Wait for the value that another process sends under `tag`.
+
+        Raises:
+          PeerLostError: the process died.
+          ClusterError: the value did not come.
+        """
+        with self.waits.during([peer], why):
+            return self.link(peer, why).receive_tagged(tag, self.config.patience)
 
     # -- agreements
 
@@ -316,10 +373,10 @@ class Cluster:
         """
         texts = self.store.texts
         self.store.ask(key)
-        with self._changed:
+        with self._changed, self.waits.during([process], why):
             self._changed.wait_for(
                 lambda: texts.get(key) is not None or self._stopped() or (key in texts and self.has_ended(process)),
-                self.config.deadline,
+                self.config.patience,
             )
             self._raise_if_stopped()
             if (text := texts.get(key)) is not None:
@@ -330,7 +387,7 @@ class Cluster:
     def _late_text(self, processes: Sequence[int], why: str) -> str:
         """The error text for processes that have not arrived before the deadline."""
         return (
-            f"process {self.me} waited {self.config.deadline:g} s for {processes_text(processes)} {why}. Each process "
+            f"process {self.me} waited {self.config.patience:g} s for {processes_text(processes)} {why}. Each process "
             "has to make the same calls in the same order; if it only takes longer, give `--deadline` more seconds."
         )
 
@@ -385,7 +442,8 @@ class Cluster:
         with self._changed:
             key = name, self.count(name)
             self.refuse_ended(members, name, why)
-            call = self._gathering[key] = Gathering(key, members, self.me, text, why, verdict)
+            call = self._gathering[key] = self._begun[name] = Gathering(key, members, self.me, text, why, verdict)
+            self._latest = name
             call.add(self._early.pop(key, {}))
             closed = [p for p in call.neighbours if p not in self._links]
         try:
@@ -410,6 +468,7 @@ class Cluster:
             if not runs or runs[-1][1] is not calls:
                 runs.append((number, calls))
             calls.last = self._counts[calls.name] = number
+            self._latest = calls.name
             return True
 
     def _reopen(self, name: str, number: int) -> Gathering | None:
@@ -457,7 +516,7 @@ class Cluster:
     def _gathered(self, call: Gathering) -> list[str]:
         self._changed.wait_for(
             lambda: call.is_complete or self._stopped() or self._never_come(call) or self.error_of([call]),
-            self.config.deadline,
+            self.config.patience,
         )
         if not call.is_complete:  # a loss has a reason, and the others may say more about what differs
             self._changed.wait_for(lambda: call.is_complete or self._stopped(), _REASON)
@@ -584,7 +643,9 @@ class Cluster:
             assert self._next is not None
             self.config = replace(self.config, epoch=self._next)
             self._next = self._lost = None
+            self.loop.begin(0)  # what is said belongs to an epoch
             self._counts.clear()
+            self._begun.clear()
             self._gathering.clear()
             self._early.clear()
             self._repeats.clear()
@@ -592,6 +653,9 @@ class Cluster:
             self._changed.notify_all()
         for link in links.values():
             link.close()
+        self.last_step.begin_epoch()
+        if self.last_step.is_asked:
+            self._tell_begun()
         for name, text in list(self._published.items()):
             self.publish(name, text)
 

@@ -20,8 +20,10 @@ from shardc.errors import ClusterError, PeerLostError, PipelineError, all_offend
 from shardc.runtime.actor import Message, Network
 from shardc.runtime.calls import processes_text
 from shardc.runtime.mailbox import ALL_RUNS, Mailbox, Port, stop_all
+from shardc.runtime.stalls import Stall
 from shardc.runtime.transport.connection import Frame, FrameKind
 from shardc.runtime.transport.link import Link, Packed
+from shardc.runtime.waits import Wait
 
 
 class Codec(Protocol):
@@ -173,6 +175,20 @@ class DistributedNetwork:
                 return
         for link in self.links.values():
             link.remove(self.number)
+
+    def waits(self, stalls: Sequence[Stall]) -> list[Wait]:
+        """The waits of stalled actors of this process, for actors here and elsewhere."""
+        name = self._name
+        return [
+            Wait(
+                tuple((p, name(a)) for a in s.awaited for p in self.places[a]),
+                f"{self.net.name(s.actor, 'rank')} before {s.label}", s.seconds, name(s.actor),
+            )
+            for s in stalls
+        ]  # fmt: skip
+
+    def _name(self, actor: int) -> str:
+        return f"{self.number:x}/{actor}"
 
     # -- frames
 

@@ -8,15 +8,17 @@ other. Actors run ahead of the device as far as registers and the launch limit a
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 import weakref
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from queue import Empty, SimpleQueue
 from time import monotonic
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from shardc.errors import PeerLostError, PipelineError, PipelineTaskError, all_offenders
 from shardc.runtime.actor import Channel, Message, Network, Span
@@ -27,6 +29,10 @@ from shardc.runtime.window import LaunchLimit, LaunchWindow
 from shardc.runtime.worker import RoundsEnded, RunOrder, Task, ThreadShare, Transport, Worker
 
 __all__ = ["Executor", "LaunchLimit", "ProcessShare", "RoundsEnded", "Task", "Tasks", "Threads"]
+
+_log: Final = logging.getLogger("shardc")
+_SOON: Final = 1.0
+"""Seconds after which a run that is to end says what it waits for."""
 
 Tasks: TypeAlias = Mapping[Hashable, Task] | Callable[[Hashable], Task]
 
@@ -234,7 +240,7 @@ class Executor:
                         for w, order in zip(self._workers, orders, strict=True):
                             w.orders.put(order)
                         ordered = True
-                    self._wait_patiently(run)
+                    self._wait_patiently(run, interrupt is not None)
                     return interrupt
                 except BaseException as error:  # KeyboardInterrupt, at any line
                     if interrupt is not None:  # the second one: the user does not wait for a task that hangs
@@ -246,23 +252,41 @@ class Executor:
         finally:
             del interrupt  # this frame and the exception would hold each other
 
-    def _wait_patiently(self, run: int) -> None:
+    def _wait_patiently(self, run: int, interrupted: bool) -> None:
         """Wait until all threads have ended a run. Stop it if nothing has come from other processes for too long."""
         fired, since = -1, monotonic()
         pause = None if self._patience == math.inf and self._look is None else min(1.0, self._patience)
+        is_said = False
         while any(w.done < run for w in self._workers):
-            try:
-                self._reports.get(timeout=pause)
-            except Empty:
-                if self._look is not None:
-                    self._look()
-                now = sum(w.fired for w in self._workers)
-                if now != fired or not all(w.idle or w.done >= run for w in self._workers):
-                    fired, since = now, monotonic()
-                elif monotonic() - since > self._patience:
-                    text = f"nothing came from the other processes for {self._patience:g} s, though they are alive."
-                    stop_all(self._ports.values(), run, PipelineError(text))
-                    since = monotonic()
+            ends = not is_said and self.is_stopping()
+            with suppress(Empty):
+                self._reports.get(timeout=_SOON if ends else pause)
+                continue
+            if ends:
+                is_said = True
+                self._say_who_is_awaited(run, interrupted)
+            if self._look is not None:
+                self._look()
+            now = sum(w.fired for w in self._workers)
+            if now != fired or not all(w.idle or w.done >= run for w in self._workers):
+                fired, since = now, monotonic()
+            elif monotonic() - since > self._patience:
+                text = f"nothing came from the other processes for {self._patience:g} s, though they are alive."
+                stop_all(self._ports.values(), run, PipelineError(text))
+                since = monotonic()
+
+    def _say_who_is_awaited(self, run: int, interrupted: bool) -> None:
+        """Log why the run ends, and which tasks have not returned yet."""
+        awaited = [text for w in self._workers if w.done < run and (text := w.at_work())]
+        if awaited:
+            failures = sorted((f for w in self._workers if w.done >= run for f in w.failures), key=lambda f: f[0])
+            reasons = (w.mailbox.why_stopped(run) for w in self._workers)
+            why = failures[0][1] if failures else next(r for r in reasons if r is not None)
+            again = "again" if interrupted else "twice"
+            _log.warning(
+                "%s\nThe run ends when what has begun has returned: %s. Ctrl-C %s ends it at once.",
+                str(why).partition("\n")[0], ", ".join(awaited), again,
+            )  # fmt: skip
 
     def _collect(self) -> tuple[list[Span], list[PipelineTaskError], bool]:
         """The outcome of a run, taken from the workers: spans, failures, and whether the run was stopped."""

@@ -50,13 +50,14 @@ class _Client(Connection):
         super().__init__(sock, f"shardc store of {process}")
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", _PATIENCE, 0))
         self.server, self.process = server, process
-        self.seen = monotonic()
+        self.seen = self.said = monotonic()
+        """When the last frame came, and the last sign of life."""
         self.status = ""
 
     def _take(self, frame: Frame) -> None:
         self.seen = monotonic()
         if frame.kind is FrameKind.ALIVE:
-            self.status = frame.about.decode()
+            self.status, self.said = frame.about.decode(), self.seen
         else:
             self.server.answer(self, json.loads(frame.about))
 
@@ -197,6 +198,13 @@ class StoreServer:
         """The last status text of each connected process."""
         with self._lock:
             return {c.process: c.status for c in self._clients.values()}
+
+    def heard(self) -> tuple[float, dict[int, str]]:
+        """The last time, of `monotonic`, of which all connected processes have given a sign of life, and their status
+        texts."""
+        with self._lock:
+            clients = [c for c in self._clients.values() if c.process >= 0]
+            return min((c.said for c in clients), default=monotonic()), {c.process: c.status for c in clients}
 
     def close(self) -> None:
         self._listener.close()

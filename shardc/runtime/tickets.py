@@ -53,15 +53,16 @@ class Tickets:
         """
         cluster = self._cluster
         assert cluster is not None
-        while True:
-            try:
-                return cluster.link(0, "to give a ticket").receive_tagged(self._tag, _LOOK)[0].decode()
-            except PeerLostError:
-                raise
-            except ClusterError:  # nothing has come yet
-                cluster.check()
-                if cluster.has_ended(0):
-                    raise ClusterError(
-                        f"process 0's script has ended; process {cluster.me} waits for it to give a ticket. Each "
-                        "process has to make the same calls of a gang's clients."
-                    ) from None
+        with cluster.waits.during([0], "to give a ticket", self._tag):
+            while True:
+                try:
+                    return cluster.link(0, "to give a ticket").receive_tagged(self._tag, _LOOK)[0].decode()
+                except PeerLostError:
+                    raise
+                except ClusterError:  # nothing has come yet
+                    cluster.check()
+                    if cluster.has_ended(0):
+                        raise ClusterError(
+                            f"process 0's script has ended; process {cluster.me} waits for it to give a ticket. Each "
+                            "process has to make the same calls of a gang's clients."
+                        ) from None

@@ -172,6 +172,7 @@ class Worker:
         """Whether the thread waits for messages or credits."""
         self.waits: list[str] = []
         """What each unfinished actor of a stopped run waited for."""
+        self._at_work: tuple[_ActorState, _StepRoute, int] | None = None
         self._net = net
         self._moves = moves
         self._states = [_ActorState(net, a, share.windows.get(a)) for a in share.tasks]
@@ -314,6 +315,15 @@ class Worker:
         place = "its end" if step is None else step.label
         return f"{self._net.name(state.number, 'rank')} at {place}" + (f" for {' and '.join(parts)}" if parts else "")
 
+    def at_work(self) -> str:
+        """The step whose task has not returned yet; empty if there is none."""
+        work = self._at_work
+        if work is None:
+            return ""
+        state, route, at = work
+        actor = "" if self._net.names else f"{self._net.name(state.number, 'rank')} at "
+        return f"{actor}{_step_text(route.label, state.actor.rounds, at, route.task.source)}"
+
     def stuck(self) -> list[tuple[int, Hashable, list[int]]]:
         """For each unfinished actor its number, its next step and the actors that it waits for.
 
@@ -383,10 +393,9 @@ class Worker:
         while trace is not None and trace.tb_frame.f_globals.get("__package__") == __package__:
             trace = trace.tb_next
         label, source, at = step
-        where = f" of round {at}" if state.actor.rounds > 1 else ""
-        where += f" ({source})" if source else ""
+        where = _step_text(label, state.actor.rounds, at, source)
         failure = PipelineTaskError(
-            f"{self._net.name(state.number)} failed in {label}{where}: {type(error).__name__}: {error}\n"
+            f"{self._net.name(state.number)} failed in {where}: {type(error).__name__}: {error}\n"
             f"All actors of the {self._net.kind} have stopped; it can be run again.",
             state.number,
             label,
@@ -399,11 +408,14 @@ class Worker:
     def _launch(self, state: _ActorState, route: _StepRoute, run: int, at: int) -> float:
         """Run a step. Returns its end, read before the registers go back: their next users start later."""
         values, held = state.actor.fire()
+        self._at_work = state, route, at
         try:
             given = route.task.run(values)
         except RoundsEnded:
             state.actor.take_back(values, held)
             raise
+        finally:
+            self._at_work = None
         del values  # frees the taken registers
         count = len(route.sends)
         if len(given) < count:
@@ -426,6 +438,11 @@ class Worker:
             else:
                 giver.credit(run, channel)
         return end
+
+
+def _step_text(label: Hashable, rounds: int, at: int, source: str) -> str:
+    """`read of round 3 (train.py:41)`: a step, its round if there are several, and its origin."""
+    return f"{label}{f' of round {at}' if rounds > 1 else ''}{f' ({source})' if source else ''}"
 
 
 def _since(state: _ActorState) -> float:

@@ -13,7 +13,7 @@ from shardc.ir.program import Program
 from shardc.ir.user_shard_map import is_unit
 from shardc.ir.walk import all_eqns
 from shardc.machine.mesh import MeshView
-from shardc.machine.topology import AxisSpan, Topology, parse_topology
+from shardc.machine.topology import AxisSpan, Topology, default_shape, parse_topology
 from shardc.sbp.placement import Pin, S
 
 Sizes: TypeAlias = tuple[tuple[str, int], ...]
@@ -53,9 +53,7 @@ def slice_of(topology: str, devices: int | None) -> tuple[str, int]:
 
 def _shape(machine: Topology, devices: int) -> tuple[int, ...]:
     if not machine.pod:
-        most = machine.fabrics[0].most or devices
-        near = max(n for n in range(1, most + 1) if devices % n == 0)
-        return (near,) if near == devices else (near, devices // near)
+        return default_shape(machine, devices)
     for slices in (n for n in range(1, devices + 1) if devices % n == 0):
         inside = [tuple(sorted(s, reverse=True)) for s in factorizations(devices // slices, len(machine.pod))]
         largest = sorted(machine.pod, reverse=True)

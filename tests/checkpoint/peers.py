@@ -5,6 +5,8 @@ from types import SimpleNamespace
 
 from shardc.checkpoint import checkpoints as face
 from shardc.errors import PeerLostError
+from shardc.runtime.last_step import LastStep
+from shardc.runtime.loop_status import LoopStatus
 from tests.runtime.watchdog import within
 
 DEADLINE = 60.0
@@ -40,7 +42,9 @@ class Fake:
         self.run, self.me = run, me
         self.processes = run.processes
         self.config = SimpleNamespace(islands=run.islands)
-        self.epoch, self.counts, self.names, self.said, self.saved = run.epoch, {}, [], [], []
+        self.epoch, self.counts, self.names = run.epoch, {}, []
+        self.loop = LoopStatus()
+        self.last_step = LastStep()
 
     def _check(self):
         if self.run.lost is not None or self.run.epoch != self.epoch:
@@ -67,12 +71,6 @@ class Fake:
         with self.run.changed:
             assert self.run.changed.wait_for(lambda: self.run.epoch > self.epoch, DEADLINE)
             self.epoch, self.counts = self.run.epoch, {}
-
-    def say(self, **facts):
-        if "saved" in facts:
-            self.saved.append(facts["saved"])
-        else:
-            self.said.append((facts["step"], facts["loss"], facts["tokens"]))
 
 
 _mine = threading.local()

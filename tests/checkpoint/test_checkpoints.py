@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import shutil
+import signal
 import threading
 import time
 from typing import NamedTuple
@@ -21,7 +22,8 @@ import shardc
 from shardc import PlacedArray, Placement, S, StackedArray, make_mesh
 from shardc.arrays.placed import put_leaf
 from shardc.checkpoint import checkpoints as face
-from shardc.checkpoint import orbax
+from shardc.checkpoint import manifest, orbax
+from shardc.checkpoint.lock import NAME, DirectoryLock
 from shardc.checkpoint.steps import read_checkpoint
 from shardc.errors import ArgumentError, CheckpointError, PeerLostError
 from tests.checkpoint.peers import Fake, Run, all_processes, as_process, use_fakes
@@ -36,7 +38,7 @@ def fakes(monkeypatch):
 
 
 def names(directory):
-    return sorted(p.name for p in directory.iterdir())
+    return sorted(p.name for p in directory.iterdir() if p.name != NAME)
 
 
 def like(x):
@@ -329,6 +331,28 @@ def _delete(folder):
     return "is missing", True
 
 
+def _manifest_is_gone(folder):
+    (folder / "0.json").unlink()
+    return "no manifest is there", True
+
+
+def _owner_is_gone(folder):
+    shutil.rmtree(folder / "0")
+    return " is missing", True
+
+
+def _all_is_gone(folder):
+    shutil.rmtree(folder / "0")
+    return _manifest_is_gone(folder)
+
+
+def _most_is_gone(folder):
+    """Of what orbax has written its directory of data is left, and the description of the arrays."""
+    (folder / "0.json").unlink()
+    (folder / "0" / "manifest.ocdbt").unlink()
+    return "no manifest is there", True
+
+
 def _no_manifest(folder):
     (folder / "0.json").unlink()
     folder.rename(f"{folder}.partial")
@@ -357,7 +381,11 @@ def _swap(folder):
     return "0.json cannot be read: it is not as it was written", True
 
 
-@pytest.mark.parametrize("damage", [_truncate, _delete, _no_manifest, _cut_manifest, _flip, _swap])
+STAY = [_truncate, _delete, _manifest_is_gone, _owner_is_gone, _all_is_gone, _most_is_gone, _cut_manifest, _flip, _swap]
+"""What damages a checkpoint that was complete."""
+
+
+@pytest.mark.parametrize("damage", [*STAY, _no_manifest])
 def test_the_one_before_a_half_written_one_is_taken(tmp_path, caplog, damage):
     with shardc.checkpoints(tmp_path) as saved:
         for i in range(2):
@@ -457,12 +485,167 @@ def test_a_step_of_another_run_that_is_linked(tmp_path):
 
 
 def test_none_is_complete(tmp_path):
+    """The first run was interrupted while it wrote."""
     with shardc.checkpoints(tmp_path) as saved:
         saved.step(0, {"x": 1})
     _no_manifest(tmp_path / "0")
     with shardc.checkpoints(tmp_path) as saved:
         assert saved.last(or_else={"x": 5}) == ({"x": 5}, 0)
         assert saved.note == "The checkpoint of step 0 is not complete: no manifest is there; none is taken."
+
+
+@pytest.mark.parametrize("damage", STAY)
+def test_if_all_are_damaged_the_user_is_asked(tmp_path, damage):
+    """A run of weeks does not begin anew without a word; nothing is removed or set aside."""
+    folder = tmp_path / "ckpt"
+    with shardc.checkpoints(folder) as saved:
+        for i in range(2):
+            saved.step(i, {"x": np.arange(30.0) + i})
+    (folder / "0" / "0.json").unlink()
+    why, _ = damage(folder / "1")
+    (folder / "2.partial").mkdir()
+    before = names(folder)
+    for _ in range(2):
+        with shardc.checkpoints(folder) as saved, pytest.raises(CheckpointError) as error:
+            saved.last(or_else={"x": np.zeros(30)})
+        text = str(error.value).partition("\n---")[0]
+        head, first, second, *_, fix = text.splitlines()
+        assert head == f"shardc.checkpoints: no checkpoint in {folder} is as it was written:"
+        assert first.startswith("  step 1: ") and why in first and second == "  step 0: no manifest is there"
+        assert fix.endswith(f"To begin anew at step 0, move the directory away: mv {folder} {folder}.damaged")
+        assert names(folder) == before
+    folder.rename(f"{folder}.damaged")
+    with shardc.checkpoints(folder) as saved:
+        assert saved.last(or_else={"x": np.zeros(30)})[1] == 0
+
+
+def test_if_all_are_damaged_all_processes_are_asked(tmp_path):
+    def body(cluster):
+        with shardc.checkpoints(tmp_path) as saved:
+            saved.last(or_else={"x": np.zeros(3)})
+
+    with shardc.checkpoints(tmp_path) as saved:
+        saved.step(4, {"x": np.ones(3)})
+    (tmp_path / "4" / "0.json").unlink()
+    assert all("  step 4: no manifest is there" in str(error) for error in all_processes([body] * 2))
+
+
+def test_a_checkpoint_of_a_newer_shardc(tmp_path):
+    """It is not damaged: it is not set aside, and no older one is taken in its place."""
+    with shardc.checkpoints(tmp_path) as saved:
+        for i in range(2):
+            saved.step(i, {"x": i})
+    path = tmp_path / "1" / "0.json"
+    rest = path.read_text().partition("\n")[2].replace('"format": 2', '"format": 3').replace('"leaves"', '"trees"')
+    path.write_text(f"{manifest._first_line(rest)}\n{rest}")
+    with shardc.checkpoints(tmp_path) as saved, pytest.raises(CheckpointError) as error:
+        saved.last(or_else={"x": 5})
+    assert f"{path} has format 3 and was written by shardc {shardc.__version__}. This is shardc " in str(error.value)
+    assert names(tmp_path) == ["0", "1"]
+
+
+# -- runs that are asked to end
+
+
+def test_a_process_alone_saves_at_its_next_step_after_sigterm(tmp_path):
+    with pytest.raises(SystemExit) as end, shardc.checkpoints(tmp_path, every=10**6) as saved:
+        for i in range(100):
+            if i == 3:
+                signal.raise_signal(signal.SIGTERM)
+            saved.step(i, {"x": i})
+    assert (end.value.code, i, names(tmp_path)) == (143, 3, ["3"])
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    with shardc.checkpoints(tmp_path) as saved:
+        assert saved.last(or_else={"x": 0}) == ({"x": 3}, 4)
+        saved.step(4, {"x": 4})
+
+
+def test_all_processes_save_one_step_and_end(tmp_path):
+    """Of a loop of `saved.run`, in which a lost peer is mended and an end that is asked for is not."""
+    heard = threading.Barrier(3)
+
+    def body(cluster):
+        def one_step(i, state):
+            if i == 2 + cluster.me:  # process 2 is two steps ahead
+                begun.append(cluster.last_step.ask())
+                heard.wait(20)
+                cluster.last_step.end_after(max(begun))
+            return {"x": state["x"] + 1}
+
+        with shardc.checkpoints(tmp_path, every=10**6) as saved:
+            try:
+                saved.run(one_step, lambda: {"x": np.zeros(())}, steps=100)
+            except SystemExit as end:
+                return end.code, end.step
+        return None
+
+    begun = []
+    assert all_processes([body] * 3) == [(143, 4)] * 3 and sorted(begun) == [2, 3, 4]
+    assert names(tmp_path) == ["4"]
+
+
+def test_of_two_loops_both_save_before_the_process_ends(tmp_path):
+    with (
+        pytest.raises(SystemExit) as end,
+        shardc.checkpoints(tmp_path / "a", every=10**6) as a,
+        shardc.checkpoints(tmp_path / "b", every=10**6) as b,
+    ):
+        for i in range(100):
+            a.step(i, {"x": i})
+            if i == 3:
+                signal.raise_signal(signal.SIGTERM)
+            b.step(i, {"x": i})
+    assert end.value.code == 143
+    assert names(tmp_path / "b") == ["3"] and names(tmp_path / "a") == ["4"]
+
+
+# -- two runs in one directory
+
+
+def test_a_second_run_may_read_and_not_write(tmp_path, monkeypatch):
+    monkeypatch.setattr(face, "APPEARS", 0.2)
+    with shardc.checkpoints(tmp_path) as first, shardc.checkpoints(tmp_path) as second:
+        first.step(0, {"x": 1})
+        first.last(or_else={"x": 0})
+        assert second.last(or_else={"x": 0}) == ({"x": 1}, 1)
+        for _ in range(2):
+            with pytest.raises(CheckpointError, match=r"another run writes to .*: this process itself"):
+                second.step(1, {"x": 2})
+        first.step(1, {"x": 2})
+    assert names(tmp_path) == ["0", "1"] and os.listdir(tmp_path / "1")
+
+
+def test_who_has_looked_before_another_run_wrote_starts_again(tmp_path):
+    """Else its first step would set aside what the other one has written."""
+    with shardc.checkpoints(tmp_path) as saved:
+        saved.step(0, {"x": 1})
+    with shardc.checkpoints(tmp_path) as late:
+        state, start = late.last(or_else={"x": 0})
+        with shardc.checkpoints(tmp_path) as other:
+            other.step(1, {"x": 2})
+        for _ in range(2):
+            with pytest.raises(
+                CheckpointError, match=r"another run has written step 1 to .* since this one has looked"
+            ):
+                late.step(start, state)
+        assert late.last(or_else={"x": 0}) == ({"x": 2}, 2)
+        late.step(2, {"x": 3})
+    assert names(tmp_path) == ["1", "2"]
+
+
+def test_of_several_processes_the_first_holds_the_lock(tmp_path, monkeypatch):
+    monkeypatch.setattr(face, "APPEARS", 0.2)
+    other = DirectoryLock(tmp_path)
+    other.take(0)
+
+    def body(cluster):
+        with shardc.checkpoints(tmp_path) as saved:
+            saved.step(0, {"x": 1})
+
+    assert all("another run writes to " in str(error) for error in all_processes([body] * 2))
+    other.free()
+    assert all_processes([body] * 2) == [None, None]
+    assert os.listdir(tmp_path) == ["0"]
 
 
 def test_litter_of_a_killed_run_goes(tmp_path):
@@ -896,11 +1079,13 @@ def test_the_status_line_is_told(tmp_path):
     def body(cluster):
         with shardc.checkpoints(tmp_path) as saved:
             saved.step(0, {"n": 1}, loss=2.5, tokens=100)
+            first = cluster.loop.facts
             saved.step(1, {"n": 1}, loss=1.5, tokens=100)
-        return cluster.said
+            return first, cluster.loop.facts
 
-    (first, second) = as_process(Fake(Run(1, 1), 0), body)
-    assert first == (0, 2.5, None) and second[:2] == (1, 1.5) and second[2] > 0
+    first, second = as_process(Fake(Run(1, 1), 0), body)
+    assert first == {"step": 1, "loss": 2.5}
+    assert second.pop("tokens") > 0 and second == {"step": 2, "loss": 1.5, "saved": 0}
 
 
 def test_a_step_costs_little_if_nothing_is_written(tmp_path):
@@ -911,7 +1096,7 @@ def test_a_step_costs_little_if_nothing_is_written(tmp_path):
         for i in range(1, 1001):
             saved.step(i, state)
         assert time.perf_counter() - began < 0.5  # 5 us each, a hundredth of this
-    assert os.listdir(tmp_path) == []
+    assert names(tmp_path) == []
 
 
 def test_the_last_complete_checkpoint_is_reported(tmp_path):
@@ -921,7 +1106,6 @@ def test_the_last_complete_checkpoint_is_reported(tmp_path):
         with shardc.checkpoints(tmp_path, every=2) as saved:
             for i in range(4):
                 saved.step(i, {"w": np.ones(3)})
-        return cluster.saved
+        return cluster.loop.facts.get("saved")
 
-    first, *others = all_processes([body] * 3)
-    assert first[-1] == 3 and sorted(first) == first and others == [[], []]
+    assert all_processes([body] * 3) == [3, None, None]

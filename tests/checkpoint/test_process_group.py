@@ -2,7 +2,7 @@
 
 from shardc.checkpoint.manifest import DamagedError
 from shardc.checkpoint.process_group import Group, group_of
-from shardc.errors import CheckpointError
+from shardc.errors import CheckpointError, DisagreementError
 from tests.checkpoint.peers import Fake, Run, all_processes
 
 
@@ -25,6 +25,16 @@ def test_together_gives_each_its_own_result():
 
 def test_all_get_what_the_first_makes():
     assert all_processes([lambda c, p=p: group_of(c).from_first("work", lambda: str(p)) for p in range(3)]) == ["0"] * 3
+
+
+def test_facts_that_differ_are_an_error_in_all():
+    def of(*every):
+        return [lambda c, e=e: group_of(c).agree("how often", {"every": e}) for e in every]
+
+    assert all_processes(of("2", "2")) == [None, None]
+    errors = all_processes(of("1", "2"))
+    assert {type(e) for e in errors} == {DisagreementError}
+    assert {str(e).partition("\n")[2] for e in errors} == {"  every: process 0: 1; process 1: 2"}
 
 
 def test_damage_is_damage_in_all_unless_something_else_failed():

@@ -255,12 +255,14 @@ def test_a_removal_that_is_interrupted_leaves_no_complete_one(tmp_path, monkeypa
 
 
 def test_what_others_have_made_stays(tmp_path):
-    """Folders of others may be named like steps: of ours one owner at least has its manifest."""
-    for name in ("100/array", "5/0.png", "6/0/1.json"):
+    """Folders of others may be named like steps: in ours is a manifest, what orbax has written, or nothing."""
+    for name in ("100/array", "5/0.png", "6/0/1.json", "2024/12/photo", "7/0.json"):
         (tmp_path / name).parent.mkdir(parents=True)
         (tmp_path / name).touch()
     (tmp_path / "0005").mkdir()
-    (tmp_path / "4").mkdir()
+    for name in ("4", "8/0", "9/0/ocdbt.process_0", "11/1/ocdbt.process_0"):
+        (tmp_path / name).mkdir(parents=True)
     write(tmp_path, 2)
-    assert list(folders_in(tmp_path)) == [100, 6, 5, 4, 2]
-    assert foreign(tmp_path) == ["100", "6", "5"]
+    shutil.rmtree(write(tmp_path, 3) / "0")
+    assert list(folders_in(tmp_path)) == [2024, 100, 11, 9, 8, 7, 6, 5, 4, 3, 2]
+    assert foreign(tmp_path) == ["2024", "100", "7", "6", "5"]

@@ -140,6 +140,22 @@ def test_saved_plans(run, refused, tmp_path):
     assert "a saved plan is for one: name it" in refused("plan", FLOW, "--save", one)
 
 
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ('{"a": 1}', 'it has no "shardc plan"'),
+        ("[1]", 'it has no "shardc plan"'),
+        ("{", "Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"),
+    ],
+)
+def test_a_file_that_is_no_saved_plan(refused, tmp_path, text, why):
+    path = tmp_path / "bad.json"
+    path.write_text(text)
+    assert refused("plan", path).endswith(
+        f"bad.json is no plan that shardc saved, or was changed so that it is none: {why}."
+    )
+
+
 @pytest.mark.parametrize("source", [MLP, PIPELINE, MODULES, FLOW])
 def test_report(run, tmp_path, source):
     page = tmp_path / "plan.html"

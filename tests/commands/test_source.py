@@ -222,6 +222,46 @@ def test_a_script_that_ends_itself(run, script):
     assert end.value.code == "no data"
 
 
+def test_a_script_that_wants_options_says_where_they_stand(script, capsys):
+    path = script("import argparse", "p = argparse.ArgumentParser()", "p.add_argument('--steps', required=True)",
+                  "p.parse_args()")  # fmt: skip
+    with pytest.raises(SystemExit):
+        main(["plan", str(path)])
+    assert capsys.readouterr().err.endswith(f"\nOptions of the script stand after --: {path} -- --steps 100\n")
+
+
+def test_a_script_of_jax_alone(run, tmp_path):
+    path = tmp_path / "jitonly.py"
+    path.write_text("import jax\ndef f(x): return x\nstep = jax.jit(f)\nstep(1.0)\n")
+    ends = f"python -m shardc plan: {path} ends, and has made no function of shardc."
+    jit = " step is a jax.jit; shardc.function takes its place."
+    assert run("plan", f"{path}:step")[2] == f"{ends}{jit}\n" == run("plan", path)[2]
+    assert run("plan", f"{path}:f")[2] == f"{ends}\n"
+
+
+def test_a_jit_beside_functions_of_shardc(run, script):
+    path = script("import jax", "f = shardc.function(lambda x: x, mesh=mesh)", "step = jax.jit(lambda x: x)", "f(1.0)")
+    assert run("plan", f"{path}:step")[2].endswith("called f. step is a jax.jit; shardc.function takes its place.\n")
+
+
+def test_a_mesh_of_fewer_devices_than_the_machine_has(run):
+    code, out, err = run("plan", MLP, "--mesh", "data=5", "--topology", "v5p:2x2x2")
+    assert (code, out[:36]) == (0, "step on data=5: 5 v5p devices (2x2x2")
+    assert err.endswith("\nThe mesh has 5 of the 8 devices of v5p:2x2x2.\n")
+    assert "The mesh has" not in run("plan", MLP, "--mesh", "data=8", "--topology", "v5p:2x2x2")[2]
+    assert "The mesh has" not in run("plan", MLP, "--mesh", "data=8")[2]
+
+
+def test_an_error_of_a_script_has_no_line_about_frames_of_jax(run, script):
+    path = script("def bad(x): return x.nothing", "shardc.function(bad, mesh=mesh)(1.0)")
+    code, _, err = run("plan", path)
+    assert code == 1 and "JAX has removed" not in err and err.splitlines()[-1].startswith("AttributeError: ")
+    err = run("plan", script("try: shardc.make_mesh(data=64)", "except Exception as e: raise ValueError('no') from e"))[
+        2
+    ]
+    assert "MeshError" in err and "ValueError: no" in err and "JAX has removed" not in err
+
+
 def test_too_few_devices(run, script, monkeypatch):
     path = script("shardc.make_mesh(data=64)")
     code, _, err = run("plan", path)
@@ -230,6 +270,10 @@ def test_too_few_devices(run, script, monkeypatch):
     assert err.endswith("\nThe script makes its own mesh first; fake CPU devices do: --devices 64.\n")
     monkeypatch.setattr(Script, "environment", lambda self: {})
     assert run("plan", path, "--devices", 8)[2].endswith("fake CPU devices do: --devices 64.\n")
+    assert run("tune", path, "--devices", 7)[2].endswith(
+        "\nTo look at the plan, fake CPU devices do: --devices 64. To choose a mesh of 7, add --topology cpu:7.\n"
+    )
+    assert run("tune", path)[2].endswith("fake CPU devices do: --devices 64.\n")
     path.write_text("import shardc\nshardc.make_mesh(data=-1, model=5)")
     assert run("plan", path)[2].endswith("\nTo look at the plan, fake CPU devices do: --devices N.\n")
 

@@ -13,6 +13,7 @@ import pytest
 
 import shardc
 from shardc.errors import FlowError
+from shardc.report.tables import seconds_text
 from shardc.runtime.actor import Span
 from tests.dataflow.flows import SECONDS, trained
 
@@ -56,7 +57,8 @@ def test_a_picture_has_actors_functions_and_channels(train, ran, tmp_path):
         root = ET.parse(tmp_path / f"{name}.svg").getroot()
         texts = {"".join(t.itertext()).strip() for t in root.iter(f"{SVG}text")}
         assert {"play", "play[1]", "learn", "test"} <= texts
-        assert "learn\N{RIGHTWARDS ARROW}play, 2 late, 1 of 2" in texts and "learn\N{RIGHTWARDS ARROW}test" in texts
+        arrow = "\N{RIGHTWARDS ARROW}"
+        assert {f"learn{arrow}play, made 2 rounds before, 1 of 2", f"learn{arrow}test"} <= texts
 
 
 def test_a_recorded_run_is_drawn_below_its_plan(ran):
@@ -75,6 +77,88 @@ def test_rounds_that_did_not_complete_are_left_out(train, ran):
     assert len(chart.nodes) == 6
     ahead = type(ran)(ran, ran.pending, chart, more)
     assert ahead.timeline() == ran.timeline()
+
+
+def test_rows_whose_times_are_unknown_are_hatched(train, tmp_path):
+    """Nobody says how long the players and the test take, so their rows are not those of idle actors."""
+    plan = train.plan(jnp.zeros(4), 0)
+    assert {n.function for n in plan.unknown} == {"play", "test"}
+    head = (
+        "planned: at least {} for 8 rounds; learn is busiest of those that are known, 100% of it; the time of play, "
+        "test is unknown"
+    )
+    text = plan.timeline(100)
+    assert head.format(seconds_text(plan.simulate().makespan)) in text.splitlines()
+    unknown = [line.split(" | ")[0].strip() for line in text.splitlines() if "????????" in line]
+    assert unknown == ["play", "play[1]", "test"]
+    assert text.splitlines()[-1].endswith("the number is the round, ? unknown time")
+    said = plan.timeline(100, seconds=SECONDS)
+    assert "?" not in said and "least" not in said
+    some = plan.timeline(100, seconds={"play": 1e-3, "play[1]": 2e-3})
+    assert "; the time of test is unknown" in some
+    assert {line.split(" | ")[0].strip() for line in some.splitlines() if "????????" in line} == {"test"}
+    plan.draw(tmp_path / "unknown.svg")
+    plan.draw(tmp_path / "said.svg", seconds=SECONDS)
+    assert "hatched: unknown time" in (tmp_path / "unknown.svg").read_text()
+    assert "hatched" not in (tmp_path / "said.svg").read_text()
+
+
+def test_functions_of_one_name_have_times_of_their_own(tmp_path):
+    """Names are for people: two lambdas, one on the host, are told apart."""
+    read = shardc.host(lambda i: np.float32(i), gives=jax.ShapeDtypeStruct((), jnp.float32))
+    step = shardc.function(lambda w, x: w + x, mesh=shardc.make_mesh(data=1))
+    flow = shardc.flow(lambda w, i: (step(w, step(w, read(i))), None))
+    _, given = flow.run(jnp.zeros(()), range(6), record=True)
+    plan = flow.plan(jnp.zeros(()), 0)
+    assert [(n.name, n.function) for n in plan.nodes[1:]] == [
+        ("<lambda>", "<lambda>"), ("<lambda>#2", "<lambda>#2"), ("<lambda>#2[1]", "<lambda>#2"),
+    ]  # fmt: skip
+    assert set(given.seconds) == {n.name for n in plan.nodes}
+    planned, measured = given.chart.tracks
+    rows = {plan.nodes[1]: 1, plan.nodes[2]: 2}
+    assert planned.timeline.busy[rows[plan.nodes[1]]] == pytest.approx(6 * given.seconds["<lambda>"])
+    assert planned.timeline.busy[rows[plan.nodes[2]]] == pytest.approx(2 * 6 * plan.nodes[2].work.seconds)
+    assert len(measured.timeline.spans[2]) == 12
+    assert given.timeline(80)
+    given.draw(tmp_path / "run.svg")
+    given.report(tmp_path / "run.html")
+    longer = plan.seconds_of(10, seconds={"<lambda>": 1.0})
+    assert 10 <= longer < 11  # the reader alone
+    assert plan.seconds_of(10, seconds={"<lambda>#2": 1.0}) >= 20
+    flow.close()
+
+
+def test_calls_of_one_function_on_several_meshes_have_one_name():
+    def grad(x):
+        return x + 1
+
+    devices = np.array(jax.devices())
+    workers = [shardc.function(grad, mesh=jax.sharding.Mesh(devices[i : i + 1], ("data",))) for i in range(3)]
+
+    @shardc.flow
+    def train(x):
+        for worker in workers:
+            x = worker(x)
+        return x, None
+
+    plan = train.plan(jax.ShapeDtypeStruct((), np.float32))
+    assert [n.name for n in plan.nodes[1:]] == ["grad", "grad[1]", "grad[2]"]
+    assert {n.function for n in plan.nodes[1:]} == {"grad"}
+
+
+def test_a_name_that_looks_like_the_number_of_a_call_is_no_key():
+    def named(name):
+        def fn(x):
+            return np.asarray(x)
+
+        fn.__name__ = name
+        return shardc.host(fn, gives=jax.ShapeDtypeStruct((), jnp.float32))
+
+    one, other, inputs = named("a"), named("a[1]"), named("inputs")
+    flow = shardc.flow(lambda s, x: (s, (one(other(x)), one(x), inputs(x))))
+    plan = flow.plan(jax.ShapeDtypeStruct((), np.float32), np.float32(0))
+    assert [n.name for n in plan.nodes] == ["inputs", "a[1]", "a", "a[2]", "inputs#2"]
+    assert [n.function for n in plan.nodes] == ["inputs", "a[1]", "a", "a", "inputs#2"]
 
 
 def test_a_run_without_times_says_how_to_have_them(train):

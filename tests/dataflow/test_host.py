@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
+import subprocess
 import sys
 import threading
 import time
+import traceback
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +19,7 @@ import pytest
 
 import shardc
 from shardc import RoundFailedError
+from shardc.dataflow import host as host_module
 from tests.runtime.watchdog import within
 
 SHAPE = jax.ShapeDtypeStruct((4,), jnp.float32)
@@ -92,6 +97,68 @@ def sleep(x):
     if x[0] > 9:
         time.sleep(20)
     return x
+
+
+def test_a_process_that_hangs_shows_where_it_is(add, capfd):
+    failed(flow_of(add, sleep, where="process", deadline=0.5), [X, 99 * X])
+    assert re.search(r'File ".*test_host\.py", line \d+ in sleep\n', capfd.readouterr().err)
+
+
+class Slow:
+    """A function that hangs while another process gets it."""
+
+    __name__ = "slow"
+
+    def __call__(self, x):
+        return x
+
+    def __getstate__(self):
+        return {"seconds": 20}
+
+    def __setstate__(self, state):
+        time.sleep(state["seconds"])
+
+
+def test_a_process_that_hangs_while_it_starts(add, monkeypatch, capfd):
+    monkeypatch.setattr(host_module, "START", 2.0)
+    error = failed(flow_of(add, Slow(), where="process", deadline=0.5))
+    assert error.round == 0 and " has no process yet: it has not started within 2 s, in round 0." in str(error)
+    assert capfd.readouterr().err.count("in __setstate__") <= 1  # as far as it has come
+
+
+STOPPED = """\
+import os, signal, sys
+import numpy as np
+import jax.numpy as jnp
+import shardc
+from tests.dataflow.test_host import SHAPE, X
+
+
+def stop(x):
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+if __name__ == "__main__":
+    host = shardc.host(stop, gives=SHAPE, where="process")
+    work = host._work(stop, None, 0)
+    helper = work._make(stop, "stop")
+    helper._here.recv()
+    helper._here.send((((X,), {}), None))
+    print(helper._process.pid, flush=True)
+    os.waitid(os.P_PID, helper._process.pid, os.WSTOPPED | os.WNOWAIT)
+"""
+
+
+@pytest.mark.sampled(0)
+def test_a_script_ends_though_a_process_is_stopped(tmp_path):
+    """Python asks children to end, and waits for them."""
+    path = tmp_path / "script.py"
+    path.write_text(STOPPED)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run([sys.executable, path], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(done.stdout), 0)
 
 
 def test_a_result_unlike_gives(add):
@@ -279,3 +346,146 @@ def test_keywords_and_trees_reach_a_host_function(add):
         return add(w, host(x, scale=2, more={"a": (w, "text")})), None
 
     np.testing.assert_array_equal(train.run(X, [X])[0], 3 * X)
+
+
+SCALAR = jax.ShapeDtypeStruct((), jnp.float32)
+
+
+def subtract(x):
+    x -= x.mean()
+    return x
+
+
+def sources(add):
+    """Values of all kinds, for a host function that writes to what it is given: by name the value in a round of state w
+    and item x, and where it lies in the round's arguments."""
+    return {
+        "an item": lambda w, x: x,
+        "what another host function gives": lambda w, x: shardc.host(np.negative, gives=SHAPE)(x),
+        "a late one": lambda w, x: shardc.late(shardc.host(np.negative, gives=SHAPE)(x), 1, first=X),
+        "a late item": lambda w, x: shardc.late(x, 1, first=X),
+        "the state": lambda w, x: w["kept"],
+        "of a mesh": lambda w, x: add(w["sum"], x),
+        "a constant": lambda w, x: X,
+        "a fleet's": lambda w, x: shardc.host(lambda n, x: x[n], gives=SCALAR, copies=4)(x),
+    }
+
+
+@pytest.mark.parametrize("name", sources(None))
+@pytest.mark.parametrize("options", [{}, {"deadline": 60.0}])
+def test_a_host_function_cannot_write_to_what_it_is_given(add, name, options):
+    value, write = sources(add)[name], shardc.host(subtract, gives=SHAPE, **options)
+
+    @shardc.flow
+    def train(w, x):
+        return {"sum": add(w["sum"], x), "kept": w["kept"]}, write(value(w, x))
+
+    state, items = {"sum": X + 0, "kept": X + 1}, [X + 0, X + 1]
+    with pytest.raises(RoundFailedError) as caught:
+        within(60, train.run, state, items)
+    train.close()
+    assert isinstance(cause := caught.value.__cause__, ValueError)
+    assert str(cause) == "output array is read-only"
+    assert traceback.extract_tb(cause.__traceback__)[-1].line == "x -= x.mean()"
+    for mine, was in zip([*state.values(), *items], [X, X + 1, X, X + 1], strict=True):
+        np.testing.assert_array_equal(mine, was)
+        mine[:] = 0  # still the caller's
+
+
+def test_a_process_cannot_write_to_what_it_is_given_either(add):
+    error = failed(flow_of(add, subtract, where="process"))
+    assert "output array is read-only" in str(error)
+
+
+BUFFERS = {
+    "an array": lambda _: np.zeros(4, np.float32),
+    "a view": lambda _: np.zeros((2, 4), np.float32)[1],
+    "a view of a file": lambda path: np.memmap(path, np.float32, "w+", shape=(2, 4))[0],
+}
+"""Memory that a reader fills again and again."""
+
+RETURNS = {"itself": lambda x: x, "a view": lambda x: x[:], "read-only": lambda x: np.broadcast_to(x[:1], 4)}
+
+
+@pytest.mark.parametrize("buffer", BUFFERS)
+@pytest.mark.parametrize("returned", RETURNS)
+@pytest.mark.parametrize("kind", ["host function", "inputs"])
+def test_a_reader_that_fills_one_buffer(add, tmp_path, buffer, returned, kind):
+    memory = BUFFERS[buffer](tmp_path / "x")
+
+    def fill(i):
+        memory[:] = i
+        return RETURNS[returned](memory)
+
+    read = shardc.host(fill, gives=SHAPE, credits=4) if kind == "host function" else lambda x: x
+    slow = shardc.host(lambda x: (time.sleep(0.01), x.sum())[1], gives=SCALAR)
+
+    @shardc.flow
+    def train(w, i):
+        x = read(i)
+        late = shardc.late(x, 2, first=X - 1)
+        return add(w, x), {"row": x, "sum": slow(x), "late": slow(late)}
+
+    w, given = within(60, train.run, X, range(6) if kind == "host function" else map(fill, range(6)))
+    train.close()
+    np.testing.assert_array_equal([g["row"] for g in given], [[i] * 4 for i in range(6)])
+    assert [float(g["sum"]) for g in given] == [4 * i for i in range(6)]
+    assert [float(g["late"]) for g in given] == [0, 0, 0, 4, 8, 12]
+    np.testing.assert_array_equal(w, X + 15)
+    memory[:] = 7  # still its owner's
+
+
+def test_an_array_that_is_read_only_is_not_copied(add):
+    kept = []
+
+    def read(x):
+        kept.append(x * 2)
+        kept[-1].flags.writeable = False
+        return kept[-1]
+
+    flow = flow_of(add, read)
+    _, given = within(60, flow.run, X, [X, X])
+    flow.close()
+    assert [any(x is y for y in kept) for x in given] == [True, True]
+
+
+def test_containers_are_not_shared(add):
+    kept = {"a": X + 0, "rest": [X + 1]}
+
+    def clear(d):
+        d["rest"].clear()
+        return d.pop("a").sum()
+
+    def read(x):
+        kept.update(a=x, rest=[x + 1])
+        return kept
+
+    gives = {"a": SHAPE, "rest": [SHAPE]}
+    read, first, second = shardc.host(read, gives=gives), *(shardc.host(clear, gives=SCALAR) for _ in range(2))
+
+    @shardc.flow
+    def train(w, x):
+        d = read(x)
+        return add(w, x), {"first": first(d), "second": second(d), "item": first({"a": x, "rest": [x]}), "whole": d}
+
+    _, given = within(60, train.run, X, [X, 2 * X])
+    train.close()
+    assert [[float(g[k]) for k in ("first", "second", "item")] for g in given] == [[4.0] * 3, [8.0] * 3]
+    np.testing.assert_array_equal([g["whole"]["rest"][0] for g in given], [2 * X, 3 * X])
+
+
+def test_constants_of_a_round_are_what_they_are_when_it_is_traced(add):
+    table, first = X + 1, X + 2
+    total = shardc.host(lambda x, late, table: x + late + table, gives=SHAPE)
+
+    @shardc.flow
+    def train(w, x):
+        return add(w, table), total(x, shardc.late(x, 1, first=first), table)
+
+    _, given = within(60, train.run, X, [X, X])
+    table[:], first[:] = 100, 100
+    w, again = within(60, train.run, X, [X, X])
+    train.close()
+    np.testing.assert_array_equal(w, X + 4)
+    np.testing.assert_array_equal(again, given)
+    np.testing.assert_array_equal(given, [X + 5, X + 3])

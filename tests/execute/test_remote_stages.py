@@ -9,20 +9,9 @@ import time
 
 import pytest
 
-from shardc.execute.rank_processes import RankProcesses
-from shardc.execute.remote_stages import waits_text
-from shardc.runtime.stalls import Stall
 from tests.launch.launching import environment, run, started
 
 __all__ = ["run"]
-PLACES = RankProcesses(((0,), (0,), (1, 2), (1, 2)), 0)
-
-
-def test_whom_a_process_waits_for():
-    assert waits_text([], PLACES) == ""
-    assert waits_text([Stall(0, "0B1", (1,), 9.0)], PLACES) == ""  # a rank of this process, which waits itself
-    stalls = [Stall(0, "0B1", (1,), 9.0), Stall(1, "1B2", (2,), 3.6), Stall(1, "1B2", (3,), 2.0)]
-    assert waits_text(stalls, PLACES) == "processes 1, 2 (rank 1 before 1B2, 4 s)"
 
 
 PIPELINE = """
@@ -58,7 +47,7 @@ params, loss = f(params, x)
 print("loss", float(loss))
 del f, loss, params
 gc.collect()
-assert current().waits == {}
+assert current().waits.networks == {}
 """
 
 

@@ -48,6 +48,17 @@ def test_a_process_of_a_lost_agent_is_not_started_again(remote):
         remote.start(Job(JOB.config, 2))
 
 
+@pytest.mark.parametrize(
+    ("given", "said", "name"),
+    [("", "", "vm"), ("", "2 (vm)", "2 (vm)"), ("b", "", "b")],  # its own, by `--host 2`, by `--hosts a,b`
+)
+def test_hosts_of_one_name_are_told_apart(remote, given, said, name):
+    remote.host_name = given
+    for _ in range(2):
+        remote.reported({"what": "here", "host": "vm boot net", "name": said})
+        assert remote.host_name == name
+
+
 def test_meeting(tmp_path):
     events = SimpleQueue()
     agents = Agents(f"unix:{tmp_path / 's'}", SECRET, events)
@@ -58,6 +69,7 @@ def test_meeting(tmp_path):
     store = Store(agents.server.address, SECRET, -2, told.put)
     threading.Timer(0.1, store.report, [{"what": "here", "host": "h"}]).start()
     assert within(5, agents.meet, 5.0) is True and agents.remotes[1].host == "h"
+    assert agents.remotes[1].host_name == "h"
     agents.end(3)
     assert told.get(timeout=5) == {"event": "end", "code": 3}
     store.close()

@@ -5,7 +5,9 @@ import threading
 
 import pytest
 
-from shardc.errors import DisagreementError, PeerLostError, StepFailedError
+import shardc
+from shardc import compat
+from shardc.errors import ArgumentError, DisagreementError, PeerLostError, StepFailedError
 from shardc.launch.child import cause_of, error_text, report_of, run_script, where_main_is
 
 
@@ -65,6 +67,18 @@ def test_a_script_that_does_not_compile(tmp_path):
 def test_the_users_own_hook_writes_the_error(monkeypatch):
     monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: sys.stderr.write(f"hook: {error}\n"))
     assert error_text(raised(ValueError("x"))) == ("hook: x\n", 1)
+
+
+def test_what_jax_notes_about_its_frames_is_left_out_of_errors_of_shardc():
+    with pytest.raises(ArgumentError) as caught:
+        shardc.checkpoints(3)  # pyright: ignore[reportArgumentType]
+    assert any("removed its internal frames" in note for note in caught.value.__notes__)
+    caught.value.add_note("a note of the script")
+    text, _ = error_text(raised(caught.value))
+    assert text.endswith("give the directory of the checkpoints.\na note of the script\n")
+    outer = raised(ValueError("x"))
+    outer.add_note(compat.FRAMES_NOTE)  # an error that is not shardc's keeps it: it says how to see the frames
+    assert error_text(outer)[0].endswith(f"{compat.FRAMES_NOTE}\n")
 
 
 def test_exit_codes():

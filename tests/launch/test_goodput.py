@@ -8,7 +8,7 @@ from shardc.launch.goodput import Goodput
 def test_a_run_without_losses_says_nothing():
     goodput = Goodput(0.0)
     for i in range(10):
-        goodput.see(i, i)
+        goodput.see(i, 0, i)
     assert goodput.text(10.0) == "" and goodput.seconds() == 9
 
 
@@ -16,10 +16,10 @@ def test_a_run_without_losses_says_nothing():
 def test_steps_after_the_checkpoint_are_lost(again, useful):
     goodput = Goodput(0.0)
     for i in range(8):
-        goodput.see(10.0 + i, 2 + i)  # steps 2 to 9
-    goodput.interrupt()
+        goodput.see(10.0 + i, 0, 2 + i)  # steps 2 to 9
+    goodput.begin(1)
     for i in range(5):
-        goodput.see(30.0 + i, again + i)
+        goodput.see(30.0 + i, 1, again + i)
     assert goodput.seconds() == useful
     assert (
         goodput.text(40.0)
@@ -29,10 +29,23 @@ def test_steps_after_the_checkpoint_are_lost(again, useful):
 
 def test_a_start_that_makes_no_step_is_no_interruption_of_its_own():
     goodput = Goodput(0.0)
-    goodput.see(1.0, 0)
-    goodput.see(2.0, 1)
-    for _ in range(2):
-        goodput.interrupt()
-    goodput.see(5.0, 2)
-    goodput.see(6.0, 3)
+    goodput.see(1.0, 0, 0)
+    goodput.see(2.0, 0, 1)
+    goodput.begin(1)
+    goodput.begin(2)
+    goodput.see(5.0, 2, 2)
+    goodput.see(6.0, 2, 3)
     assert (goodput.losses, goodput.seconds()) == (1, 2.0)
+
+
+@pytest.mark.parametrize("late", [[], [(6.0, 5)], [(6.0, 5), (30.0, 5), (65.0, 5)], [(6.0, 6)]])
+def test_a_late_status_of_the_epoch_before_does_not_make_the_outage_useful(late):
+    goodput = Goodput(0.0)
+    for i in range(6):
+        goodput.see(float(i), 0, i)
+    goodput.begin(1)
+    for now, step in late:
+        goodput.see(now, 0, step)
+    for k, step in enumerate(range(4, 10)):
+        goodput.see(66.0 + k, 1, step)
+    assert goodput.text(72.0) == "goodput 11%: 8 of 72 s went into steps that counted; 1 interruption"

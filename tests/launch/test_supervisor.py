@@ -1,6 +1,7 @@
 """The supervisor with processes that are threads: losses and restarts in any order, without the cost of processes."""
 
 import itertools
+import json
 import random
 import threading
 import time
@@ -11,7 +12,7 @@ from queue import SimpleQueue
 import pytest
 
 from shardc.arrays.buffers import allocate
-from shardc.errors import ClusterError, DisagreementError, PeerLostError
+from shardc.errors import ClusterError, DisagreementError, PeerLostError, RunEnds
 from shardc.launch import failure as failure_module
 from shardc.launch.activity import COMPUTES, STOPPED
 from shardc.launch.agent import RemoteProcess
@@ -58,8 +59,12 @@ class FakeProcess:
         try:
             cluster.store.report({"what": "joined", "start": job.start})
             cluster.adopt()
-            self.script(cluster)
-            cluster.store.report({"what": "done", "start": job.start, "calls": cluster.calls()})
+            saved = None
+            try:
+                self.script(cluster)
+            except RunEnds as end:
+                saved = end.step
+            cluster.store.report({"what": "done", "start": job.start, "calls": cluster.calls(), "saved": saved})
             cluster.wait_to_leave()
         except BaseException as error:  # noqa: BLE001 - reported, as by a child
             text, code = f"{type(error).__name__}: {error}\n", getattr(error, "code", 1)
@@ -255,10 +260,10 @@ def test_sys_exit_is_no_loss(tmp_path, capfd):
 
 @pytest.mark.sampled(0)
 def test_a_process_that_never_comes_is_named(tmp_path, capfd):
-    run = Run(tmp_path, work(True), 3, 1, 0, deadline=1.0)
+    run = Run(tmp_path, work(True), 3, 1, 0, deadline=1.0, judging=20.0)
     run.processes[1].start = lambda job: setattr(run.processes[1], "alive", job)
     assert run() == 137
-    assert "process 1 is lost: it did not join the run within 0.5 s.\n" in capfd.readouterr().err
+    assert "process 1 is lost: it did not join the run within 1 s.\n" in capfd.readouterr().err
 
 
 def test_a_silent_process_is_lost(tmp_path, capfd):
@@ -337,12 +342,189 @@ def test_a_process_that_is_stopped_before_it_joins_is_lost(tmp_path, capfd):
     assert "process 1 is lost: it was stopped for 1.5 s before it had joined the run.\n" in capfd.readouterr().err
 
 
+# -- processes that are alive and do not come
+
+
+def late(cluster, shows="it sleeps"):
+    """The first start of process 1 does not come to a call of all, and shows what it does."""
+    if cluster.me == 1 and cluster.epoch == 0:
+        cluster.on_show = lambda: shows
+        cluster.gather("first", "")
+        while not cluster._closed:
+            time.sleep(0.02)
+    try:
+        for name in ("first", "second")[cluster.epoch :]:
+            cluster.gather(name, "")
+    except PeerLostError as error:
+        assert error.process == 1
+        cluster.rejoin()
+        late(cluster)
+
+
+def test_who_does_not_come_is_named_shown_and_started_again(tmp_path, capfd):
+    """It is, not those that wait for it."""
+    run = Run(tmp_path, late, 3, 3, 1, deadline=2.0, judging=20.0)
+    assert run() == 0
+    assert capfd.readouterr().err == (
+        "after 2 s process 1 has not come: processes 0, 2 wait for it at second\n"
+        "  processes 0,2: its last call: second\n"
+        "  process 1: its last call: first\n"
+        "process 1| it sleeps\n"
+        "process 1 is lost (it has not come for 2 s; processes 0, 2 wait for it at second); started again, 0 restarts "
+        "are left\n"
+    )
+    assert [len(p.threads) for p in run.processes] == [1, 2, 1]
+
+
+def test_who_does_not_come_and_holds_the_lock_of_python_is_lost_too(tmp_path, capfd):
+
+    def script(cluster):
+        cluster.store.set = lambda key, text: None
+        late(cluster)
+
+    assert Run(tmp_path, script, 2, 2, 0, deadline=2.0, judging=20.0)() == 137
+    err = capfd.readouterr().err
+    assert "process 1| it does not say what it does: it is stopped, or holds Python's lock\n" in err
+    assert "process 1 is lost: it has not come for 2 s; process 0 waits for it at second.\n" in err
+
+
+def test_who_comes_while_it_is_asked_is_not_lost(tmp_path, capfd):
+    come = threading.Event()
+
+    def script(cluster):
+        cluster.gather("first", "")
+        if cluster.me == 1:
+            cluster.store.set = lambda key, text: come.set()  # it is asked, and has no answer yet
+            come.wait(20)
+        cluster.gather("second", "")
+
+    assert Run(tmp_path, script, 2, 2, 0, deadline=2.0, judging=20.0)() == 0
+    assert come.is_set() and capfd.readouterr().err == ""
+
+
+def test_processes_that_wait_for_one_another_end_the_run(tmp_path, capfd):
+
+    def script(cluster):
+        cluster.on_show = lambda: f"process {cluster.me} waits"
+        cluster.published("never", 1 - cluster.me)
+
+    assert Run(tmp_path, script, 2, 2, 3, deadline=2.0, judging=20.0)() == 1
+    err = capfd.readouterr().err
+    assert err.startswith("for 2 s processes 0, 1 wait for one another: to tell its never\n")
+    assert "process 0| process 0 waits\n" in err and "process 1| process 1 waits\n" in err
+    assert "started again" not in err and "DisagreementError: processes 0, 1 wait for one another" in err
+
+
 def test_an_interrupt_ends_all(tmp_path):
     run = Run(tmp_path, work(True, 10**6))
     threading.Timer(0.3, run.events.put, [("interrupt",)]).start()
     begin = time.monotonic()
     assert run() == 130
     assert time.monotonic() - begin < 5
+
+
+# ---- runs that are asked to end
+
+
+def loop_of(steps, ends, pause=0.01, saves=True):
+    """A script whose loop saves; it notes at which step each process ends."""
+
+    def script(cluster):
+        if saves:
+            cluster.last_step.open("loop")
+        for i in range(steps):
+            if cluster.last_step.begins():
+                cluster.gather("saved", f"{i}")
+                cluster.last_step.saved("loop")
+                ends.append(i)
+                raise RunEnds(i)
+            if i % 5 == 0:  # between two meetings they are some steps apart
+                cluster.gather("step", f"{i}")
+            time.sleep(pause * cluster.me)
+
+    return script
+
+
+def test_a_run_that_is_asked_to_end_saves_at_one_step(tmp_path, capfd):
+    ends = []
+    run = Run(tmp_path, loop_of(10**6, ends), 3, 3)
+    threading.Timer(0.5, run.events.put, [("terminate",)]).start()
+    assert run() == 143
+    assert len(ends) == 3 and len(set(ends)) == 1
+    assert capfd.readouterr().err == (
+        "this run was asked to end: all processes save at their next step, within 25 s\n"
+        f"all processes have saved step {ends[0]}, and ended\n"
+    )
+
+
+def test_scripts_that_end_before_their_next_step_end_well(tmp_path):
+    run = Run(tmp_path, loop_of(1, [], pause=1.0), 2, 2)
+    threading.Timer(0.5, run.events.put, [("terminate",)]).start()
+    assert run() == 0
+
+
+def test_a_run_without_a_loop_that_saves_is_interrupted(tmp_path, capfd):
+    run = Run(tmp_path, loop_of(10**6, [], saves=False))
+    threading.Timer(0.3, run.events.put, [("terminate",)]).start()
+    assert run() == 143
+    assert "processes 0, 1 have no loop that saves\n" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("again", "said"), [(False, "processes 0, 1 did not end within 1 s\n"), (True, "")])
+def test_a_step_that_takes_too_long_is_killed(tmp_path, capfd, again, said):
+    def script(cluster):
+        cluster.last_step.open("loop")
+        cluster.last_step.begins()
+        cluster.published("never", 1 - cluster.me)
+
+    run = Run(tmp_path, script, grace=20.0 if again else 1.0)
+    for at in (0.3, 0.8)[: 1 + again]:
+        threading.Timer(at, run.events.put, [("terminate",)]).start()
+    begin = time.monotonic()
+    assert run() == 143
+    assert time.monotonic() - begin < 10
+    assert capfd.readouterr().err.endswith(said)
+
+
+def test_a_loss_while_all_save_ends_the_run(tmp_path, capfd):
+    def script(cluster):
+        cluster.last_step.open("loop")
+        while not cluster.last_step.begins():
+            cluster.gather("step", "")
+        if cluster.me == 1:
+            raise OSError("no disk")
+        cluster.gather("saved", "")
+
+    run = Run(tmp_path, script, 2, 2, 3)
+    threading.Timer(0.3, run.events.put, [("terminate",)]).start()
+    assert run() == 143
+    err = capfd.readouterr().err
+    assert "OSError: no disk" in err and "started again" not in err
+
+
+def test_a_host_that_is_asked_to_end_is_left_out_of_a_run_that_may_shrink(tmp_path, capfd):
+    """Nothing is lost: the others go on from the step that all have saved."""
+    with hosts(tmp_path, 3, 3, least=2) as (supervisor, made, _events):
+        for number in (1, 1):
+            made[number].reported({"what": "terminate"})
+        clients = [h.clients[-1] for h in made]
+        until(lambda: supervisor._ending is not None)
+        for p, client in enumerate(clients):
+            client.set(f"0/begun/{p}", "7")
+        until(lambda: supervisor._ending.after == 7)
+        for client in clients:
+            client.report({"what": "done", "start": 1, "calls": {}, "saved": 7})
+        until(lambda: sizes(made[0])[-1] == (1, 0, 2, 2) and sizes(made[2])[-1] == (1, 1, 2, 2))
+        assert len(made[1].configs) == 1 and made[1].is_here
+        made[1].agents[0].close()  # another machine takes its place
+        until(lambda: "the run takes it at its next checkpoint" in capfd.readouterr().err)
+
+
+def test_a_host_that_is_asked_to_end_ends_a_run_that_may_not_shrink(tmp_path):
+    with hosts(tmp_path, 2, 2) as (supervisor, made, _events):
+        made[1].reported({"what": "terminate"})
+        until(lambda: supervisor._ending is not None)
+        assert supervisor._ending.is_final
 
 
 # ---- scripts that have ended
@@ -614,7 +796,7 @@ def test_a_run_goes_on_with_fewer_and_grows_again(tmp_path, capfd, processes, is
         made[lost].come()
         until(lambda: "is there; the run takes it at its next checkpoint" in capfd.readouterr().err)
         first = made[next(iter(left))]
-        first.clients[-1].status = lambda: '{"step": 7, "saved": 5}'
+        first.clients[-1].status = lambda: f'{{"epoch": {first.configs[-1].epoch}, "step": 7, "saved": 5}}'
         until(lambda: all(len(h.configs) >= 2 and h.configs[-1].processes == processes for h in made), 10)
         assert [h.configs[-1].me for h in made] == list(range(processes))
         assert {h.configs[-1].islands for h in made} == {islands}
@@ -654,3 +836,18 @@ def test_several_losses_of_one_cause_are_one_restart(tmp_path, capfd):
         until(lambda: all(len(h.configs) == 2 for h in made[1:]))
         assert [c.epoch for c in made[0].configs] == [0]
     assert capfd.readouterr().err.count("is lost (") == 1
+
+
+def test_a_status_counts_in_the_epoch_in_which_it_was_said(tmp_path, monkeypatch):
+    run = Run(tmp_path, work(True), 2, 2, 1)
+    supervisor, statuses = run.supervisor, {}
+    monkeypatch.setattr(run.server, "statuses", lambda: statuses)
+    seen = [(float(i), 0, i) for i in range(6)] + [(6.0, 0, 5)] + [(66.0 + k, 1, i) for k, i in enumerate(range(4, 10))]
+    for now, epoch, step in seen:  # process 0 lives: at 6 s, after the loss, it still says what it said before
+        if now == 6.0:
+            supervisor._epoch = 1
+            supervisor._tell_epoch()
+        statuses[0] = json.dumps({"epoch": epoch, "step": step, "saved": step})
+        supervisor._look_at_progress(now)
+    assert (supervisor._goodput.losses, supervisor._goodput.seconds()) == (1, 3.0 + 5.0)
+    run.server.close()

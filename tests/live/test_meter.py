@@ -14,6 +14,7 @@ import pytest
 import shardc
 from shardc import S
 from shardc.live import meter
+from shardc.runtime.loop_status import LoopStatus
 
 X = np.ones((16, 8), np.float32)
 W = np.ones((8, 8), np.float32)
@@ -214,10 +215,7 @@ class Cluster:
     """A process of a run."""
 
     def __init__(self, me):
-        self.me, self.said = me, []
-
-    def say(self, **facts):
-        self.said.append(facts)
+        self.me, self.loop = me, LoopStatus()
 
 
 @pytest.mark.parametrize("me", [0, 1])
@@ -226,13 +224,16 @@ def test_one_process_speaks_and_tells_the_status_line(me, monkeypatch, capsys, t
     monkeypatch.setattr(meter, "current", lambda: cluster)
     with shardc.progress(items=5, every=1, csv=tmp_path / "log.csv") as p:
         p(loss=2.0)
+        first = cluster.loop.facts
         p(loss=3.0)
-    assert ((tmp_path / "log.csv").exists(), bool(capsys.readouterr().out), len(cluster.said)) == (
-        (True, True, 2) if me == 0 else (False, False, 0)
+    assert ((tmp_path / "log.csv").exists(), bool(capsys.readouterr().out)) == (
+        (True, True) if me == 0 else (False,) * 2
     )
+    last = dict(cluster.loop.facts)
     if me == 0:
-        assert cluster.said[0] == {"step": 1, "loss": 2.0, "tokens": None}
-        assert cluster.said[1]["tokens"] > 0
+        assert first == {"step": 1, "loss": 2.0}
+        assert last.pop("tokens") > 0
+    assert last == ({"step": 2, "loss": 3.0} if me == 0 else {})
 
 
 def test_a_pipeline_says_which_rank_waits(capsys):
@@ -281,8 +282,14 @@ def test_functions_of_modules(face, capsys):
 
 
 def test_a_plain_function_has_no_plan(capsys):
-    with shardc.progress(jax.jit(step)) as p:
+    line = step.__code__.co_firstlineno
+    with pytest.warns(shardc.ShardcWarning) as told, shardc.progress(jax.jit(step)) as p:
         p(loss=1)
+    assert [str(w.message) for w in told] == [
+        f"shardc.progress: step (test_meter.py:{line}) is no function of shardc, so its planned time, operations and "
+        "MFU are unknown; give the shardc.function that the loop calls, or none."
+    ]
+    assert told[0].filename == __file__
     assert "planned" not in capsys.readouterr().out
 
 

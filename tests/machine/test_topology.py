@@ -23,6 +23,7 @@ from shardc.machine.topology import (
     Topology,
     lay_along,
     merged,
+    outside_by_default,
     parse_topology,
     topology_from_json,
 )
@@ -64,6 +65,67 @@ def spans(topology: str, **axes: int) -> dict[str, list[tuple[int, int, int, boo
 )  # fmt: skip
 def test_where_axes_lie(topology: str, axes: dict[str, int], expected: dict[str, Any]) -> None:
     assert spans(topology, **axes) == expected
+
+
+@pytest.mark.parametrize(
+    ("machine", "axes", "expected"),
+    [
+        # 72 does not divide these: the largest part of a domain that does
+        *(("gb200", {"a": n}, {"a": [(0, inside), (1, n // inside)]})
+          for n, inside in [(96, 48), (100, 50), (128, 64), (144, 72), (74, 37), (146, 2), (256, 64)]),
+        ("gb300", {"a": 128}, {"a": [(0, 64), (1, 2)]}),
+        ("gb200", {"a": 36}, {"a": [(0, 36)]}),
+        *((kind, {"a": 128}, {"a": [(0, 8), (1, 16)]}) for kind in ("h100", "b200", "a100")),
+        ("h100", {"a": 12}, {"a": [(0, 6), (1, 2)]}),
+        # inner axes first, whole; each axis is a grid
+        ("gb200", {"a": 32, "b": 6}, {"a": [(0, 8), (1, 4)], "b": [(0, 6)]}),
+        ("gb200", {"a": 2, "b": 64}, {"a": [(1, 2)], "b": [(0, 64)]}),
+        ("gb200", {"a": 16, "b": 8}, {"a": [(0, 8), (1, 2)], "b": [(0, 8)]}),
+        ("tpu7x", {"a": 6, "b": 2}, {"a": [(1, 6)], "b": [(0, 2)]}),
+        ("tpu7x", {"a": 6}, {"a": [(0, 2), (1, 3)]}),
+        # three tiers: 8 GPUs of a domain, 9 domains of a rack
+        ("racks", {"a": 64}, {"a": [(0, 8), (1, 8)]}),
+        ("racks", {"a": 80}, {"a": [(0, 8), (1, 5), (2, 2)]}),
+        ("racks", {"a": 2, "b": 72}, {"a": [(2, 2)], "b": [(0, 8), (1, 9)]}),
+        ("racks", {"a": 12, "b": 4}, {"a": [(0, 2), (1, 6)], "b": [(0, 4)]}),
+    ],
+)  # fmt: skip
+def test_a_machine_without_a_shape_gives_an_axis_its_fastest_links(machine, axes, expected):
+    topology = racks().to_json() if machine == "racks" else machine
+    found = spans(topology, **axes)
+    assert {a: [(dim, count) for dim, count, *_ in s] for a, s in found.items()} == expected
+    assert not outside_by_default(parse_topology(topology), tuple(axes.items()))
+
+
+@pytest.mark.parametrize(
+    ("machine", "axes", "outside"),
+    [
+        ("gb200", {"a": 73}, [(0, "a", 73, 73, 72)]),
+        ("h100", {"a": 3, "b": 4}, [(0, "a", 3, 3, 2)]),
+        ("h100", {"a": 3, "b": 8}, []),
+        ("racks", {"a": 88}, [(1, "a", 88, 11, 9)]),
+        ("v5p", {"a": 73}, []),
+        ("cpu", {"a": 73}, []),
+    ],
+)
+def test_an_axis_that_no_fast_link_has_room_for_is_told(machine, axes, outside):
+    found = outside_by_default(parse_topology(racks().to_json() if machine == "racks" else machine), [*axes.items()])
+    assert found == outside
+
+
+def test_a_gather_over_two_domains_takes_what_their_shape_says():
+    def seconds(topology: str) -> float:
+        mesh = view(make_mesh(topology=topology, a=128))
+        return send_price("all_gather", 2**30, mesh, ("a",)).seconds
+
+    for bare, shaped in [("gb200", "64x2"), ("gb300", "64x2"), ("h100", "8x16"), ("b200", "8x16")]:
+        assert seconds(bare) == seconds(f"{bare}:{shaped}")
+
+
+def racks() -> Topology:
+    """A machine of three tiers."""
+    rack, spine = Fabric("switch", 1e11, 2e-6, tier=1, most=9), Fabric("switch", 5e10, 5e-6, tier=2)
+    return replace(TOPOLOGIES["h100"], kind="racks", fabrics=(TOPOLOGIES["h100"].fabrics[0], rack, spine))
 
 
 def test_spans_end_to_end_are_one() -> None:
@@ -229,8 +291,7 @@ def test_a_view_of_a_part_of_the_axes_keeps_what_they_lie_along() -> None:
 
 def test_a_third_tier_is_data(monkeypatch: pytest.MonkeyPatch):
     """Racks of 9 NVLink domains of 8, and a spine between them: an all-reduce over all passes all three."""
-    rack, spine = Fabric("switch", 1e11, 2e-6, tier=1, most=9), Fabric("switch", 5e10, 5e-6, tier=2)
-    machine = replace(TOPOLOGIES["h100"], kind="racks", fabrics=(TOPOLOGIES["h100"].fabrics[0], rack, spine))
+    machine = racks()
     mesh = view(make_mesh(topology=machine.to_json(), far=2, near=72))
     assert [(s.dim, s.count) for s in mesh.spans["near"]] == [(0, 8), (1, 9)]
     assert [(s.dim, s.count) for s in mesh.spans["far"]] == [(2, 2)]

@@ -45,6 +45,10 @@ def apply_one(state, g):
     return {"w": state["w"] - 0.1 * g, "n": state["n"] + 1}
 
 
+def apply_one_more(w, more):
+    return w + more
+
+
 def batch(k, i):
     if k == 77 and i == 1:
         raise ValueError("bad file")
@@ -153,6 +157,51 @@ def checkpoints():
                 saved.step(i, state)
     np.testing.assert_allclose(shardc.fetch(state["w"]), states[6]["w"], rtol=1e-5)
     train.close()
+
+
+@case
+def what_processes_begin_with_is_compared():
+    me = current().me
+    train = server(1)
+    start = {"w": np.ones((WIDE, 30), np.float32) * (1 + 10 * (me == 1)), "n": START["n"]}
+    same = {"rounds": 3}
+    wrong = {
+        r"the value of state/w: processes 0, 2: \w{8}; process 1: \w{8}$": (start, range(3), same),
+        r"rounds=: process 0: 3; processes 1, 2: 4$": (START, range(6), {"rounds": 3 if me == 0 else 4}),
+        r"the number of items: processes 0, 1: 3; process 2: 5$": (START, range(5 if me == 2 else 3), {}),
+        r"state/n: processes 0, 2: int32\[\]; process 1: float32\[\]": (
+            START if me != 1 else {**START, "n": np.float32(0)}, range(3), same,
+        ),
+        r"leaf 0 of the item: process 0: int32\[\]; processes 1, 2: float32\[\]": (
+            START, [0, 1, 2] if me == 0 else [0.0, 1.0, 2.0], same,
+        ),
+    }  # fmt: skip
+    for says, (state, items, more) in wrong.items():
+        with pytest.raises(shardc.DisagreementError, match=f"(?m){says}") as caught:
+            train.run(state, items, **more)
+        assert str(caught.value).startswith("the flow train"), caught.value
+    _, whole = train.run(START, range(3) if me == 0 else iter(range(100)))  # a placeholder without length
+    assert len(whole) == 3
+    train.close()
+
+
+@case
+def arrays_that_calls_close_over_are_compared():
+    seed = np.full((WIDE, 30), float(current().me == 1), np.float32)
+    for made, says in (
+        ((lambda w: w + seed), "captured array 0 of <lambda>"),
+        ((lambda w: w + 1), "leaf 0 of shared state 0"),
+    ):
+        adds = [shardc.function(made, mesh=m) for m in WORKERS]
+        held = shardc.shared(seed if "shared" in says else START["w"], on=SERVER)
+
+        @shardc.flow
+        def train(seen, k):
+            return [held.change(apply_one_more, add(w)) for add, w in zip(adds, seen, strict=True)], None  # noqa: B023
+
+        with pytest.raises(shardc.DisagreementError, match=rf"the value of {says}: process"):
+            train.run([START["w"]] * len(WORKERS), range(2))
+        train.close()
 
 
 def main(names):

@@ -1,9 +1,12 @@
 """What `plan.explain()` prints, word for word. `pytest --update-golden` writes the texts anew."""
 
+import math
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
@@ -11,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import shardc
 from shardc import S
 from shardc.plan.plan import Unlimited
-from shardc.report.explain import sections_of
+from shardc.report.explain import SEARCH_COST, compared_text, sections_of
 from shardc.report.tables import bytes_text, report_text
 from tests.report import programs
 
@@ -112,3 +115,47 @@ def test_the_text_is_one_printer_of_the_sections(mesh):
     assert all(len(row) == len(s.columns) for s in tables.values() for row in s.rows)
     path, aval, placement, why, size = tables["Arguments"].rows[0]
     assert (path, aval, placement, why, size) == ("x", "f32[8,4]", "{data: S(0)}", "pinned", "32 bytes")
+
+
+def test_of_what_a_plan_is_proved():
+    """A plan of the least search cost may take more seconds than one with a pin more: light arithmetic is not in it."""
+
+    def chain(x, pin):
+        d = ((x[:, None] - x[None]) ** 2).sum(-1)
+        for _ in range(5):
+            d = jnp.sin(d)
+        return shardc.constrain(d.sum(1), {"a": shardc.S(0)}) if pin else d.sum(1)
+
+    def plan_of(pin):
+        mesh = shardc.make_mesh(a=8)
+        return shardc.function(lambda x: chain(x, pin), mesh=mesh, in_placements=({},), out_placements={}).plan(
+            jax.ShapeDtypeStruct((512, 3), jnp.float32)
+        )
+
+    plan = plan_of(False)
+    assert plan.gap == 0.0 and plan_of(True).seconds < plan.seconds / 2
+    assert "; search cost proved optimal." in plan.explain()
+    assert f"{SEARCH_COST} No other plan was timed." in plan.explain()
+
+
+@pytest.mark.parametrize(
+    ("trials", "unlimited", "uneven", "text"),
+    [
+        ([], None, None, "no other plan was timed"),
+        ([(1.0, 2.0)], None, None, "1 other plan was timed, none is faster"),
+        ([(3.0, 1.0), (math.inf, 1.0)], 4.0, None, "2 other plans were timed, none is faster"),
+        (
+            [(3.0, 1.0)],
+            0.5,
+            None,
+            "2 other plans were timed, that without the memory limit takes fewer seconds: 500 ms",
+        ),
+        ([], 0.5, 0.25, "2 other plans were timed, that with uneven results takes fewer seconds: 250 ms"),
+    ],
+)
+def test_plans_that_were_timed(trials, unlimited, uneven, text):
+    plan = SimpleNamespace(
+        seconds=1.0, trials=[SimpleNamespace(seconds=a, before=b) for a, b in trials],
+        unlimited=unlimited and SimpleNamespace(seconds=unlimited), uneven=uneven and SimpleNamespace(seconds=uneven),
+    )  # fmt: skip
+    assert compared_text(plan) == text

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import shardc
+from shardc.report.plan_warnings import warnings_of
 
 LARGE = np.ones((1024, 1024), np.float32)
 
@@ -113,3 +114,18 @@ def test_a_boundary_in_a_loop():
         return jax.lax.scan(lambda x, _: (shardc.stage_boundary(jnp.tanh(x @ w)), None), x, None, 3)[0]
 
     assert len(said(looped, *ARGS, mesh=shardc.make_mesh(pipe=2, data=4))) == 1
+
+
+def test_an_axis_on_slow_links_though_faster_ones_have_room():
+    def notes(topology, n):
+        mesh = shardc.make_mesh(topology=topology, fsdp=n)
+        fn = shardc.function(lambda w: w * 2, mesh=mesh, in_placements={"w": {"fsdp": shardc.S(0)}}, out_placements={})
+        plan = fn.plan(LARGE)
+        return [str(s) for s in plan.explain().split("\n\n") if s.startswith("Notes")], warnings_of(plan, "f")
+
+    text = (
+        "No part of axis 'fsdp' of 73 devices lies within an NVLink domain of gb200, which has room for 72: no number "
+        "from 2 to 72 divides 73. Collectives over it take slower links. fsdp=72 has such a divisor."
+    )
+    assert notes("gb200", 73) == ([f"Notes\n  {text}"], [f"f: {text}"])
+    assert notes("gb200", 128) == notes("gb200:64x2", 73) == ([], [])

@@ -3,11 +3,20 @@
 import pytest
 
 from shardc.errors import DisagreementError
-from shardc.runtime.calls import call_text, calls_of, members_text, processes_text, refuse_other_calls, refuse_unlike
+from shardc.runtime.calls import (
+    call_text,
+    calls_of,
+    members_of,
+    members_text,
+    processes_text,
+    refuse_other_calls,
+    refuse_unlike,
+)
 
 
 def test_processes_in_few_characters():
     assert members_text([0, 1]) == "0,1" and members_text([0, 1, 2, 5, 7, 8, 9, 10]) == "0-2,5,7-10"
+    assert all(members_of(members_text(ps)) == ps for ps in ([3], [0, 1], [0, 1, 2, 5, 7, 8, 9, 10]))
 
 
 def test_all_that_differs_is_in_one_error():

@@ -17,6 +17,7 @@ from shardc.runtime.transport import connection as connection_module
 from shardc.runtime.transport import wire
 from shardc.runtime.transport.connection import Frame, FrameKind
 from shardc.runtime.transport.link import Link
+from shardc.runtime.waits import Wait
 from tests.runtime.codec import allocate
 from tests.runtime.launcher import SECRET, Run, hear_until, member
 from tests.runtime.peers import others, together, until
@@ -483,6 +484,8 @@ def test_rejoining(a_run):
     clusters[0].link(1).send(Frame(FrameKind.MESSAGE, 7))
     until(lambda: clusters[1].link(0)._early)
     clusters[2].close()
+    clusters[0].say(step=7)
+    assert json.loads(clusters[0]._status()) == {"step": 7, "epoch": 0}
     run.lose(2)
     for c in clusters[:2]:
         with pytest.raises(PeerLostError, match="process 2 is lost"):
@@ -491,6 +494,7 @@ def test_rejoining(a_run):
                 time.sleep(0.01)
     run.server.notify_all({"event": "epoch", "epoch": 1, "restarts": 0})
     together(clusters[0].rejoin, clusters[1].rejoin)
+    assert json.loads(clusters[0]._status()) == {}  # step 7 was of the epoch before
     new = run.join(2, epoch=1)
     clusters = [*clusters[:2], new]
     together(*(lambda c=c, p=p: c.link(p) for c in clusters for p in others(c)))
@@ -709,14 +713,62 @@ def test_orphans_end(tmp_path):
 def test_what_a_process_says_goes_with_its_signs_of_life(a_run):
     made = a_run(1)
     cluster = made.join(0)
-    cluster.say(step=3, loss=1.5)
+    cluster.loop.step(3, loss=1.5)
     with pytest.raises(TypeError):
-        cluster.say(loss=object())  # what cannot be sent fails here, not in a thread
-    cluster.say(step=4, tokens=None)
-    cluster.waits[7] = lambda: ""
-    cluster.waits[8] = lambda: "process 1"
-    want = {"step": 4, "loss": 1.5, "waits": "process 1"}
+        cluster.loop.step(4, loss=object())  # what cannot be sent fails here, not in a thread
+    cluster.loop.step(4)
+    wait = Wait(((1, "8/1"),), "rank 0 before 2B3", 4.25, "8/0")
+    cluster.waits.networks[7] = list
+    cluster.waits.networks[8] = lambda: [wait]
+    want = {"step": 4, "loss": 1.5, "epoch": 0, "waits": "process 1 (rank 0 before 2B3, 4 s)"}
+    want["run"] = {"calls": {}, "waits": [["8/0", [[1, "8/1"]], "rank 0 before 2B3", 4.25]]}
     until(lambda: json.loads(made.server.statuses().get(0) or "{}") == want)
-    cluster.waits.clear()
-    del want["waits"]
+    assert Wait.from_json(want["run"]["waits"][0]) == wait
+    cluster.waits.networks.clear()
+    del want["waits"], want["run"]["waits"][0]
     until(lambda: json.loads(made.server.statuses()[0]) == want)
+
+
+def test_a_process_says_its_newest_calls_and_for_whom_it_waits(a_run):
+    def said(cluster):
+        return json.loads(cluster._status())["run"]
+
+    a, b = a_run().all(deadline=60.0)
+    together(lambda: a.link(1), lambda: b.link(0))
+    repeats = Repeats("calls of 0,1", 0, lambda n: Gathering(("", n), [0, 1], 0, "", f"at step, call {n}"))
+    a.begin_gather("calls of 0,1", "", [0, 1], "at step, call 0")
+    assert said(a)["calls"] == {"calls of 0,1": ["0,1", 0, "at step, call 0"]}
+    assert a.repeat(repeats) and a.repeat(repeats)
+    a.begin_gather("calls of 0", "", [0], "at evaluate")
+    assert list(said(a)["calls"].items()) == [
+        ("calls of 0,1", ["0,1", 2, "at step, call 2"]), ("calls of 0", ["0", 0, "at evaluate"])
+    ]  # fmt: skip
+    with a.waits.during([1], "to say x"):
+        [[who, awaited, why, seconds]] = said(a)["waits"]
+        assert (who, awaited, why) == ("", [[1, ""]], "to say x") and seconds >= 0
+    assert said(a)["waits"] == []
+
+
+def test_a_value_of_another_process_is_waited_for_beyond_the_deadline(a_run):
+    """The launcher has that time to find who is late."""
+    a, b = a_run().all(deadline=0.2, judging=0.3)
+    assert a.config.patience == 0.5
+    b.publish("x", "y")
+    together(lambda: a.link(1), lambda: b.link(0).send_tagged("t", (b"z", ())))
+    assert a.receive_tagged(1, "t", "for t")[0] == b"z"
+    with pytest.raises(ClusterError, match=r"^process 0 waited 0\.5 s for process 1, u\.$"):
+        a.receive_tagged(1, "u", "for u")
+    with pytest.raises(
+        ClusterError, match=r"^process 0 waited 0\.5 s for process 1 at all\. Each process has to make "
+    ):
+        a.gather("all", "")
+    assert a.waits.now() == []
+
+
+def test_a_process_shows_what_it_does_if_it_is_asked(a_run):
+    made = a_run(1)
+    cluster = made.join(0)
+    cluster.on_show = lambda: "it sleeps"
+    made.server.notify(0, {"event": "show", "key": "a"})
+    until(lambda: made.server.text("a") == "it sleeps")
+    cluster.check()  # nothing else follows from it

@@ -5,11 +5,14 @@ import signal
 import threading
 import time
 import weakref
+from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from shardc.errors import PipelineError, PipelineTaskError, StepFailedError
+from shardc.runtime import executor as executor_module
 from shardc.runtime.actor import Network, Step
 from shardc.runtime.executor import (
     Executor,
@@ -1028,3 +1031,69 @@ def test_registers_of_a_delayed_channel_are_never_exceeded():
     with Executor(net, tasks_for(net, run)) as executor:
         within(5, lambda: executor.run(rounds=40, first={(0, "0"): [0, 0]}))
     assert max(most) <= 3 and used == [2]
+
+
+@pytest.fixture
+def log(monkeypatch):
+    """The lines that executors log at once, and an event for the first of them."""
+    texts, said = [], threading.Event()
+    monkeypatch.setattr(executor_module, "_SOON", 0.05)
+    warning = lambda text, *args: (texts.append(text % args), said.set())  # noqa: E731
+    monkeypatch.setattr(executor_module, "_log", SimpleNamespace(warning=warning))
+    return texts, said
+
+
+def test_a_run_that_fails_says_what_it_waits_for(log):
+    """A task that hangs keeps the error from coming out: it is logged at once."""
+    texts, said = log
+    net = build([[("x", "", "")], [("y", "", "")]], {})
+    begun = threading.Event()
+
+    def run(label, values):
+        if label == "x":
+            begun.wait(10)
+            raise ValueError("bad")
+        begun.set()
+        assert said.wait(10)
+        return []
+
+    with Executor(net, tasks_for(net, run)) as executor, pytest.raises(PipelineTaskError, match="ValueError: bad"):
+        within(10, executor.run)
+    assert texts == [
+        "actor 0 failed in x (model.py:1): ValueError: bad\n"
+        "The run ends when what has begun has returned: rank 1 at y (model.py:1). Ctrl-C twice ends it at once."
+    ]
+
+
+def test_a_run_that_is_interrupted_says_what_it_waits_for(log):
+    texts, said = log
+    net = replace(build([[("x", "", "")], [("y", "", "")]], {}), names=("left", "right"))
+    begun = threading.Event()
+
+    def run(label, values):
+        if label == "x":
+            begun.wait(10)
+            os.kill(os.getpid(), signal.SIGINT)
+            return []
+        begun.set()
+        assert said.wait(10)
+        return []
+
+    with Executor(net, tasks_for(net, run)) as executor, pytest.raises(KeyboardInterrupt):
+        executor.run()
+    assert texts == [
+        "the run was interrupted: KeyboardInterrupt().\n"
+        "The run ends when what has begun has returned: y (model.py:1). Ctrl-C again ends it at once."
+    ]
+
+
+def test_a_run_that_ends_soon_says_nothing(log):
+    net = chain(3, 4, registers=1)
+
+    def run(label, values):
+        if label == "1F1":
+            raise ValueError("bad")
+
+    with Executor(net, tasks_for(net, run)) as executor, pytest.raises(PipelineTaskError):
+        within(10, executor.run)
+    assert log[0] == []

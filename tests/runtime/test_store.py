@@ -161,6 +161,19 @@ def test_a_process_that_is_dropped(connect, server):
     assert server.ended == [1]
 
 
+def test_the_last_time_at_which_all_were_heard(connect, server):
+    stores = [connect(p) for p in (0, 1, -3)]
+    for i, store in enumerate(stores):
+        store.status = lambda i=i: f"status {i}"
+    until(lambda: sorted(server.statuses().values()) == ["status 0", "status 1", "status 2"])
+    at, said = server.heard()
+    assert said == {0: "status 0", 1: "status 1"}  # who starts processes says nothing of calls
+    assert at <= time.monotonic() and at == min(server._clients[p].said for p in (0, 1))
+    until(lambda: server.heard()[0] > at)
+    server._clients[1].said = at - 50
+    assert server.heard()[0] in (at - 50, min(server._clients[p].said for p in (0, 1)))  # it may just have said it
+
+
 def test_a_stopped_process_is_silent(server):
     with children() as start:
         child = start("client", server.address, SECRET.hex(), 3)

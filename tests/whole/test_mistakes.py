@@ -317,3 +317,55 @@ def test_names_that_shardc_does_not_have(name, says):
     with pytest.raises(AttributeError, match=f"module 'shardc' has no attribute {says}") as error:
         getattr(shardc, name)
     assert (error.value.name, error.value.obj) == (name, shardc)
+
+
+def test_lists_of_numbers_inside_of_an_argument_are_named_if_the_error_is_about_one():
+    def mean(batch):
+        return batch["x"].mean() + batch["scales"][0]
+
+    f = shardc.function(mean, mesh=MESH)
+    with pytest.raises(AttributeError, match="'list' object has no attribute 'mean'") as error:
+        f({"x": [[1.0, 2.0], [3.0, 4.0]], "scales": (1.0, 2.0)})
+    notes = [n for n in error.value.__notes__ if n.startswith("shardc: ")]
+    assert notes == [
+        "shardc: batch['x'] is a list, and each of its numbers an argument of its own; for an array write "
+        "np.asarray(batch['x']), for a shape jax.ShapeDtypeStruct(batch['x'], np.float32)."
+    ]
+    run = shardc.flow(lambda w, x: (shardc.function(lambda w, x: w + x.T, mesh=MESH)(w, x), None)).run
+    with pytest.raises(AttributeError, match="'list' object has no attribute 'T'") as error:
+        run(W, [[[1.0, 2.0], [3.0, 4.0]]])
+    assert any("shardc: x is a list, and each" in n for n in error.value.__notes__)
+
+
+class Tensor:
+    """An array of another library."""
+
+    def __array__(self, dtype=None, copy=None):
+        return np.ones(4, dtype)
+
+    def __repr__(self):
+        return "tensor"
+
+
+def test_arrays_of_other_libraries_are_to_be_made_arrays():
+    def scaled(x, more):
+        return x
+
+    with pytest.raises(shardc.ArgumentError) as error:
+        shardc.function(scaled, mesh=MESH)(Tensor(), {"y": Tensor()})
+    assert str(error.value) == (
+        f"scaled (test_mistakes.py:{scaled.__code__.co_firstlineno}): invalid arguments\n"
+        "  x: a Tensor is an array of another library; pass np.asarray(x).\n"
+        "  more/y: a Tensor is an array of another library; pass np.asarray(y)."
+    )
+    flow = shardc.flow(lambda w, x: (w, x))
+    for call, what, kinds in (
+        (lambda: flow.run(W, [Tensor()]), "item", "no arrays"),
+        (lambda: flow.run(Tensor(), [W]), "state", "neither arrays nor constants"),
+    ):
+        with pytest.raises(shardc.ArgumentError) as error:
+            call()
+        assert str(error.value) == (
+            f"{flow.where}: leaves that are {kinds}:\n"
+            f"  {what} is tensor, an array of another library; pass np.asarray of it."
+        )

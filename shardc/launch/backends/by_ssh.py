@@ -29,7 +29,7 @@ import jax
 
 from shardc.errors import ClusterError, all_offenders
 from shardc.launch.agent import Agents, Post, RemoteProcess, serve
-from shardc.launch.backends.on_this_machine import interrupts_to, is_interrupted, preparing, private_directory
+from shardc.launch.backends.on_this_machine import interrupts_to, preparing, private_directory, signal_of
 from shardc.launch.backends.under_a_cluster import interface_address, supervise
 from shardc.launch.job import Script
 from shardc.launch.options import RunOptions
@@ -100,6 +100,7 @@ class _SshProcess(RemoteProcess):
 
     def __init__(self, number: int, agents: Agents, screen: Screen | None, host: str, post: Mapping[str, Any]) -> None:
         super().__init__(number, agents.notifier(number), agents.events, screen)
+        self.host_name = host
         agents.add(self)
         self._begin = lambda: _Ssh(host, json.dumps({**post, "place": number}) + "\n")
         self.ssh = self._begin()
@@ -173,7 +174,7 @@ def _meet(started: Sequence[_SshProcess], events: SimpleQueue[Event]) -> bool:
             until = min(until, monotonic() + _CONNECT_SECONDS)
         if monotonic() > until:
             break
-        if is_interrupted(events):
+        if signal_of(events):
             return False
     failed = dict.fromkeys(s.ssh.failure for s in started if s.ssh.failure)
     failed |= dict.fromkeys(f"{s.ssh.host}: it is not ready after {_START_SECONDS:g} s" for s in missing if not failed)

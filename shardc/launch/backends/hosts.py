@@ -25,7 +25,7 @@ from typing import Final
 from shardc.errors import ClusterError, all_offenders
 from shardc.launch.agent import Agents, Post, RemoteProcess, serve
 from shardc.launch.backends.by_ssh import run_by_ssh
-from shardc.launch.backends.on_this_machine import interrupts_to, is_interrupted, preparing, private_directory
+from shardc.launch.backends.on_this_machine import interrupts_to, preparing, private_directory, signal_of
 from shardc.launch.backends.under_a_cluster import interface_address, read_secret, supervise
 from shardc.launch.job import Job
 from shardc.launch.options import RunOptions
@@ -152,12 +152,13 @@ def _follow(options: RunOptions, mine: range, events: SimpleQueue[Event], prepar
     for p in mine:
         queues.append(SimpleQueue())
         threading.Thread(target=agent, args=(p, queues[-1]), name=f"shardc agent {p}", daemon=True).start()
-    until = math.inf
+    until, asked = math.inf, False
     while ends.qsize() < len(mine) and monotonic() < until:
-        if is_interrupted(events):
-            until = min(until, monotonic() + 2 * GRACE)
+        if event := signal_of(events):
+            soon = event[0] == "interrupt" or asked
+            until, asked = min(until, monotonic() + (0.0 if soon else options.grace) + 2 * GRACE), True
             for queue in queues:
-                queue.put(("interrupt",))
+                queue.put(event)
     end = INTERRUPTED if ends.empty() else ends.get()  # an agent that still connects has started nothing
     if isinstance(end, ClusterError):
         more = "" if options.secret or "secret" not in str(end) else f" {_copy_text(str(options.at))}"
@@ -198,6 +199,6 @@ def _wait_for_secret(at: str, seconds: float, events: SimpleQueue[Event]) -> Pat
         while not (path.exists() and path.stat().st_size):
             if monotonic() > until:
                 raise ClusterError(f"there is no {path}. {_copy_text(at)}")
-            if is_interrupted(events):
+            if signal_of(events):
                 return None
     return path

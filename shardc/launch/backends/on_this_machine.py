@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import shutil
 import signal
+import subprocess
 import tempfile
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,16 @@ from shardc.launch.supervisor import Event, Supervisor
 from shardc.runtime.store import StoreServer
 from shardc.runtime.transport.wire import new_secret
 
+_SIGNALS: Final[Mapping[signal.Signals, Event]] = {
+    signal.SIGINT: ("interrupt",),
+    signal.SIGHUP: ("interrupt",),
+    signal.SIGTERM: ("terminate",),
+    signal.SIGUSR1: ("terminate",),
+    signal.SIGUSR2: ("terminate",),
+}
+"""Signals and their events. Schedulers send SIGTERM some seconds before they kill, Slurm also what `--signal` says."""
+_GUARD: Final = 'read -r line; rm -rf -- "$1"'
+"""Waits for the end of its standard input, which ends with this process; then removes a directory."""
 _LONGEST: Final = 80
 """The longest path of a directory for UNIX sockets: an address has at most 107 bytes."""
 
@@ -52,14 +63,21 @@ def run_on_this_machine(options: RunOptions, processes: int) -> int:
 
 @contextmanager
 def private_directory() -> Generator[Path]:
-    """A directory that only this user can enter, for the time of a run."""
+    """A directory that only this user can enter, for the time of a run. It goes with this process, also if that is
+    killed while it runs no other, whose guards would remove it."""
     path = Path(tempfile.mkdtemp(prefix="shardc-"))
     if len(str(path)) > _LONGEST:
         path.rmdir()
         path = Path(tempfile.mkdtemp(prefix="shardc-", dir="/tmp"))
+    guard = subprocess.Popen(
+        ["/bin/sh", "-c", _GUARD, "sh", path],
+        stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+    )  # fmt: skip
     try:
         yield path
     finally:
+        with guard:
+            guard.kill()
         shutil.rmtree(path, ignore_errors=True)
 
 
@@ -78,10 +96,10 @@ def preparing(options: RunOptions, private: Path) -> Callable[[Job], Job]:
 def interrupts_to(events: SimpleQueue[Event]) -> Generator[None]:
     """Signals that ask this process to end become events of the supervisor."""
 
-    def put(*_: Any) -> None:
-        events.put(("interrupt",))
+    def put(number: int, _: Any) -> None:
+        events.put(_SIGNALS[signal.Signals(number)])
 
-    before = {number: signal.signal(number, put) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    before = {number: signal.signal(number, put) for number in _SIGNALS}
     try:
         yield
     finally:
@@ -89,9 +107,10 @@ def interrupts_to(events: SimpleQueue[Event]) -> Generator[None]:
             signal.signal(number, handler)
 
 
-def is_interrupted(events: SimpleQueue[Event]) -> bool:
-    """Wait a moment for an event. Returns whether it is an interrupt by the user."""
+def signal_of(events: SimpleQueue[Event]) -> Event | None:
+    """Wait a moment for an event. Returns it if it asks this process to end."""
     try:
-        return events.get(timeout=0.05)[0] == "interrupt"
+        event = events.get(timeout=0.05)
     except Empty:
-        return False
+        return None
+    return event if event[0] in ("interrupt", "terminate") else None

@@ -86,6 +86,8 @@ def why_no_constant(name: str, inner: str, x: Any) -> str | None:
     if isinstance(x, jax.Ref):
         value = f"{_word(inner) if inner else name}[...]"
         return f"{at}: a Ref is written to where it lives; pass its value, {value}, and return the new one."
+    if is_foreign_array(x):
+        return f"{at}: a {kind} is an array of another library; pass np.asarray({_word(inner) if inner else name})."
     if not has_hash(x):
         frozen = f"write @dataclass(frozen=True) above {kind}, with hashable fields" if is_dataclass(x) else ""
         return f"{at}: a {kind} is neither an array nor a hashable constant; {frozen or 'pass an array'}."
@@ -96,6 +98,11 @@ def why_no_constant(name: str, inner: str, x: Any) -> str | None:
         f"{at}: a {kind} can change, and a compiled program would not see it; {own}mark it static, with "
         f'static_argnames="{_word(inner) if inner else name}", or pass its numbers.'
     )
+
+
+def is_foreign_array(x: Any) -> bool:
+    """Whether NumPy can make an array of it: a tensor of another library."""
+    return hasattr(x, "__array__") and not isinstance(x, type)
 
 
 def _word(path: str) -> str:

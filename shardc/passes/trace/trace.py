@@ -361,6 +361,8 @@ def _notes(error: Exception, call: Call) -> Iterator[str]:
             'GPUs, as on make_mesh(topology="h100:8", ...).'
         )
     for name, listed in _lists_of_numbers(call).items():
+        if "[" in name and f"'{listed}'" not in str(error):
+            continue  # the state of an optimizer has such lists too
         yield (
             f"shardc: {name} is a {listed}, and each of its numbers an argument of its own; for an array write "
             f"np.asarray({name}), for a shape jax.ShapeDtypeStruct({name}, np.float32)."
@@ -368,13 +370,27 @@ def _notes(error: Exception, call: Call) -> Iterator[str]:
 
 
 def _lists_of_numbers(call: Call) -> dict[str, str]:
-    """The arguments that are lists or tuples of Python's numbers alone, with their types."""
-    given = jax.tree.unflatten(call.tree, call.leaves)
+    """The arguments, and parts of them, that are lists or tuples of numbers alone, with their types."""
     return {
-        n: type(x).__name__
-        for n, x in given.items()
-        if isinstance(x, list | tuple) and x and all(map(is_number, jax.tree.leaves(x)))
+        name: type(x).__name__
+        for argument, given in jax.tree.unflatten(call.tree, call.leaves).items()
+        for name, x in _outermost_lists(argument, given)
+        if jax.tree.leaves(x)
     }
+
+
+def _outermost_lists(name: str, x: Any) -> Iterator[tuple[str, Any]]:
+    """The outermost lists and tuples of numbers alone in a tree, each with its name in Python."""
+    if isinstance(x, list | tuple) and all(map(_is_scalar, jax.tree.leaves(x))):
+        yield name, x
+    elif type(x) in (list, tuple, dict):
+        for key, part in x.items() if isinstance(x, dict) else enumerate(x):
+            yield from _outermost_lists(f"{name}[{key!r}]", part)
+
+
+def _is_scalar(x: Any) -> bool:
+    """Whether a leaf is a number of Python, or the type of one in a flow."""
+    return is_number(x) or (isinstance(x, jax.ShapeDtypeStruct) and not x.shape)
 
 
 def trace(

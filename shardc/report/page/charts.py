@@ -121,6 +121,7 @@ def chart_data(chart: Chart) -> dict[str, Any]:
                 "headline": chart.headline(track),
                 "extent": rounded(extent),
                 "spans": [spans(track, row, extent) for row in chart.rows],
+                "unknown": [chart.is_unknown(track, row) for row in chart.rows],
             }
             for track, extent in zip(chart.tracks, chart.spans_of_time, strict=True)
         ],

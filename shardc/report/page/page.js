@@ -390,7 +390,7 @@ function drawRun(body) {
         paths.set(key, `${paths.get(key) || ""}M${x.toFixed(1)} 1h${size.toFixed(1)}v18h${(-size).toFixed(1)}z`);
         if (label.length * 6.4 + 3 < size) texts.push(s("text", {x: (x + size / 2).toFixed(1), y: 10.5, fill: inkOn(kinds[kind][1], chunk)}, label));
       }
-      made.push(h("div", {}, s("svg", {class: "band", width, height: 20, role: "img", "aria-label": `${row}, ${track.name}`, "data-track": i, "data-row": at},
+      made.push(h("div", {}, s("svg", {class: track.unknown[at] ? "band unknown" : "band", width, height: 20, role: "img", "aria-label": `${row}, ${track.name}`, "data-track": i, "data-row": at},
         [...paths].map(([key, d]) => { const [kind, chunk] = key.split(" "); return s("path", {d, fill: lighter(kinds[kind][1], +chunk)}); }), texts)));
       if (i === tracks.length - 1 && several) { names.append(h("div", {class: "gap"})); made.push(h("div", {class: "gap"})); }
     }));
@@ -403,10 +403,10 @@ function drawRun(body) {
   const zoom = h("input", {type: "range", min: 1, max: 20, step: 0.5, value: 1, "aria-label": "Zoom", oninput: draw});
   const legend = kinds.map(([text, colour], i) => used.has(i) && chip(colour, text)).filter(Boolean);
   body.append(h("p", {class: "about"}, title, tracks.map(t => [h("br"), t.headline])),
-    h("div", {class: "controls"}, h("label", {}, "zoom ", zoom), h("span", {}, legend, number)), h("div", {class: "run"}, names, lanes), says);
+    h("div", {class: "controls"}, h("label", {}, "zoom ", zoom), h("span", {}, legend, number, tracks.some(t => t.unknown.includes(true)) && "; hatched: unknown time")), h("div", {class: "run"}, names, lanes), says);
   pointed(lanes, says, (at, plot) => {
     const track = tracks[plot.dataset.track], spot = at * 1e6, span = track.spans[plot.dataset.row].find(([,,, begin, end]) => begin <= spot && spot < end);
-    const text = span ? `${span[2]}, ${kinds[span[0]][0]}: ${time(span[3] / 1e6 * track.extent)} to ${time(span[4] / 1e6 * track.extent)}, ${time((span[4] - span[3]) / 1e6 * track.extent)}` : "idle";
+    const text = span ? `${span[2]}, ${kinds[span[0]][0]}: ${time(span[3] / 1e6 * track.extent)} to ${time(span[4] / 1e6 * track.extent)}, ${time((span[4] - span[3]) / 1e6 * track.extent)}` : track.unknown[plot.dataset.row] ? "unknown time" : "idle";
     return `${rows[plot.dataset.row]}, ${track.name}, ${time(at * track.extent)}: ${text}`;
   }, "Point at a task to see its times.");
   new ResizeObserver(() => {  // it is called at once too
@@ -430,7 +430,7 @@ function drawSchedule(body) {
 if (data.arrays) panel("places", "Mesh and arrays", new Set(data.meshes.map(mesh => mesh.devices)).size > 1 ? `${data.meshes.length} meshes` : `${data.meshes.length > 1 ? `${data.meshes.length} meshes, each of ` : ""}${data.meshes[0].devices}`, drawArrays);
 if (data.chart) panel("run", "Timeline", "", drawRun);
 if (data.schedule) panel("schedule", "Schedule", "A row for each rank: stage, task, microbatch; a column is one unit of time.", drawSchedule);
-if (data.program) panel("program", "Program by module", "What each module and line takes, in one call of one device, and what moves there, and why. Time that overlaps is counted.", drawProgram);
-if (data.totals && data.totals.length) panel("totals", "What moves, by axis and kind", "Bytes that each device sends in one call, and their time.", drawTotals);
-if (data.course) panel("course", "Time and memory along the call", "Operations one after the other, as the program has them; a loop is drawn as one iteration that takes the time of all.", drawCourse);
+if (data.program) panel("program", "Program by module", `What each module and line takes, ${data.words.program}, and what moves there, and why. Time that overlaps is counted.`, drawProgram);
+if (data.totals && data.totals.length) panel("totals", "What moves, by axis and kind", data.words.totals, drawTotals);
+if (data.course) panel("course", "Time and memory along the call", "Operations one after the other, as the program has them; a loop is drawn as one iteration that takes the time of all." + data.words.course, drawCourse);
 if (data.ranks) panel("ranks", "Memory of each rank", "Bytes on each device, along the planned call.", drawRanks);

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -14,7 +14,7 @@ from shardc.ir.collective import unknown_among
 from shardc.pipeline.plan import MpmdPlan, PlanView
 from shardc.plan.plan import SpmdPlan
 from shardc.report.chart import Chart, planned_chart
-from shardc.report.explain import notes_of, proof_text, sections_of, why_placed
+from shardc.report.explain import compared_text, notes_of, proof_text, sections_of, why_placed
 from shardc.report.page.charts import chart_data, course_data, ranks_data
 from shardc.report.page.equations import program_rows
 from shardc.report.page.modules import PlacedRows, modules_data, totals_data
@@ -131,7 +131,15 @@ def page_of(plan: PlanView, chart: Chart | None = None) -> Page:
     data = {"meshes": meshes, "arrays": arrays, **own}
     warnings = warnings_on(plan)
     notes = [note for note in notes_of(plan) if note not in warnings]
-    return Page(plan.program.name, about, warnings, figures_of(plan), sections_of(plan), data, notes)
+    figures, sections = figures_of(plan), sections_of(plan)
+    if chart is not None and len(chart.tracks) > 1:
+        measured = chart.tracks[1]
+        figures[0] = replace(figures[0], name="Time of a call, planned")
+        took = chart.time_text(measured.timeline.makespan)
+        figures.insert(0, Figure("Time of a call, measured", took, measured.note))
+        note = f" ({measured.note})" if measured.note else ""
+        sections.insert(0, Section(f"Measured: a call took {took}{note}; planned: {seconds_text(plan.seconds)}."))
+    return Page(plan.program.name, about, warnings, figures, sections, data, notes)
 
 
 def warnings_on(plan: PlanView) -> list[str]:
@@ -154,16 +162,23 @@ def figures_of(plan: PlanView) -> list[Figure]:
     hbm = plan.memory.worst.capacity if isinstance(plan, MpmdPlan) else plan.mesh.topology.hbm
     share = memory.peak / hbm
     computing = percent_text(time.computing / time.total if time.total else 0.0)
+    launching = f", {seconds_text(time.launch)} launching" if time.launch else ""
     unknown = unknown_among(c for _, c in plan.moves)
     without = f"; unknown: {', '.join(unknown)}" if unknown else ""
     least = "at least " * bool(unknown)
-    most = "at most " * (not unknown and any(c.at_most for _, c in plan.moves))
-    sent = most + bytes_text(plan.bytes_per_device)
+    pipeline = isinstance(plan, MpmdPlan)
+    most = "at most " * (pipeline or (not unknown and any(c.at_most for _, c in plan.moves)))
+    sent, collectives = most + bytes_text(plan.bytes_per_device), number_text(len(plan.moves), "collective")
+    if pipeline:
+        collectives += " on all stages together"
+        proved = "of a pipeline nothing is proved"
+    else:
+        proved = f"of the search's sum of products, moves and memory; {compared_text(plan)}"
     found = [
-        Figure("Time of a call", least + seconds_text(plan.seconds), f"{computing} computing{without}"),
-        Figure("Sent by a device", sent, number_text(len(plan.moves), "collective") + without),
+        Figure("Time of a call", least + seconds_text(plan.seconds), f"{computing} computing{launching}{without}"),
+        Figure("Sent by a device", sent, collectives + without),
         Figure("Peak memory", bytes_text(memory.peak), f"{percent_text(share)} of {bytes_text(hbm)}", share),
-        Figure("Proof", proof_text(plan), "against the optimum of the cost model"),
+        Figure("Search cost", proof_text(plan), proved),
     ]
     if isinstance(plan, SpmdPlan) and plan.offloaded is not None:
         moving = f"for each device; {seconds_text(time.host)} of moves a call"
@@ -178,18 +193,36 @@ def figures_of(plan: PlanView) -> list[Figure]:
 
 
 def _program_data(plan: SpmdPlan) -> dict[str, Any]:
-    found = program_rows(plan)
-    return course_data(plan, found, plan.mesh.topology.hbm) | moves_data([((), found.rows, 1)])
+    found, time = program_rows(plan), plan.time
+    rest = [
+        f"less {seconds_text(time.overlapped)} that overlap" if time.overlapped else "",
+        f"and {seconds_text(time.launch)} of launching" if time.launch else "",
+    ]
+    drawn = f" The call takes {seconds_text(time.total)}: what is drawn {', '.join(filter(None, rest))}." * any(rest)
+    words = {
+        "program": f"in one call of one device, {UNLAUNCHED}",
+        "totals": "Bytes that each device sends in one call, and their time.",
+        "course": drawn,
+    }
+    return course_data(plan, found, plan.mesh.topology.hbm) | moves_data([((), found.rows, 1)], words)
+
+
+UNLAUNCHED: Final = "without launching"
+"""What the times of a program's lines leave out."""
 
 
 def _pipeline_data(plan: MpmdPlan, chart: Chart) -> dict[str, Any]:
     own = {"ranks": ranks_data(plan.memory), "chart": chart_data(chart), "schedule": str(plan.schedule).splitlines()}
-    return own | moves_data(programs_of(plan))
+    words = {
+        "program": f"in one call, one device of each stage added up, {UNLAUNCHED}",
+        "totals": "Bytes in one call, one device of each stage added up, and their time.",
+    }
+    return own | moves_data(programs_of(plan), words)
 
 
-def moves_data(programs: Sequence[PlacedRows]) -> dict[str, Any]:
-    """The program by module, and what moves by axis and kind."""
-    return {"program": modules_data(programs), "totals": totals_data(programs)}
+def moves_data(programs: Sequence[PlacedRows], words: Mapping[str, str]) -> dict[str, Any]:
+    """The program by module, and what moves by axis and kind, with words that say what is added up in them."""
+    return {"program": modules_data(programs), "totals": totals_data(programs), "words": words}
 
 
 def programs_of(plan: PlanView) -> list[PlacedRows]:

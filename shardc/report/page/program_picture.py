@@ -62,9 +62,10 @@ def _figure(plan: SpmdPlan, course: Course) -> Figure:
     time, hbm = plan.time, plan.mesh.topology.hbm
     overlap = f", of which {seconds_text(time.overlapped)} overlap" if time.overlapped else ""
     host = f", {seconds_text(time.host)} moving to and from host memory" * bool(time.host)
+    launch = f", {seconds_text(time.launch)} launching (not drawn)" * bool(time.launch)
     lines = (
         f"{seconds_text(plan.seconds)} a call: {seconds_text(time.computing)} computing, {seconds_text(time.moving)} "
-        f"in collectives{overlap}{host}",
+        f"in collectives{overlap}{host}{launch}",
         f"peak memory {bytes_text(plan.memory.peak)} of {bytes_text(hbm)} ({percent_text(plan.memory.peak / hbm)})",
     )
     figure.text(

@@ -1,5 +1,6 @@
 """Runs on plain hosts with one command line for each; the hosts are homes of this machine."""
 
+import re
 import signal
 import socket
 import time
@@ -71,6 +72,36 @@ def test_ctrl_c_on_another_host_than_0(tmp_path):
         wait_for(lambda: all((tmp_path / f"{p}").exists() for p in range(4)))
         by_hand.host1.send_signal(signal.SIGINT)
         assert [ends(run)[0] != 0 for run in by_hand.all] == [True, True]
+
+
+SAVES = """
+import numpy as np, shardc
+with shardc.checkpoints(sys.argv[1], every=10**6) as saved:
+    for i in range(10**6):
+        saved.step(i, {"n": np.full(3, i)})
+        open(f"{sys.argv[1]}-{c.me}", "w").close()
+        time.sleep(0.02)
+"""
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("asked", [[1], [0], [0, 1], [1, 0]])
+def test_sigterm_on_any_host_lets_all_processes_save(tmp_path, asked):
+    """A cloud that takes one machine, and Slurm, which asks all."""
+    folder = tmp_path / "saved"
+    path = script(tmp_path, SAVES.replace("sys.argv[1]", repr(str(folder))))
+    with ByHand(path, "--processes", 2, "--islands", 2, "--devices", 1) as by_hand:
+        wait_for(lambda: all((tmp_path / f"saved-{p}").exists() for p in range(2)), 60)
+        for i in asked:
+            by_hand.all[i].send_signal(signal.SIGTERM)
+        (code, _, err), other = [ends(run) for run in by_hand.all]
+    assert (code, other[0]) == (143, 143), err
+    (step,) = [p.name for p in folder.iterdir()]
+    assert re.fullmatch(
+        r"(this run was|the launcher of host 1 \(.*\) was) asked to end: all processes save at their next step, within "
+        rf"25 s\nall processes have saved step {step}, and ended\n",
+        err,
+    ), err
 
 
 def test_the_launcher_of_host_0_is_interrupted_while_it_waits(tmp_path):

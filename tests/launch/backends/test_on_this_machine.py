@@ -5,6 +5,7 @@ import pty
 import re
 import signal
 import subprocess
+import sys
 import termios
 import time
 from contextlib import suppress
@@ -146,10 +147,59 @@ def test_ctrl_c(tmp_path, number):
         process.send_signal(number)
         out, err = process.communicate(timeout=5)
         assert time.monotonic() - begin < 5
-        assert (process.returncode, out) == (130, "")
+        assert (process.returncode, out) == (128 + number if number == signal.SIGTERM else 130, "")
         assert named(str(path)) == []
     assert err.endswith("KeyboardInterrupt\n")
     assert "shardc/launch" not in err
+
+
+def test_the_directory_of_a_launcher_that_runs_nothing_goes_with_it():
+    """As that of another host, which waits."""
+    text = (
+        "from shardc.launch.backends.on_this_machine import private_directory\nimport sys\n"
+        "with private_directory() as path:\n    (path / 'x').touch(); print(path, flush=True); sys.stdin.read()"
+    )
+    for signals in (True, False):
+        waits = subprocess.Popen([sys.executable, "-c", text], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        path = waits.stdout.readline().strip()
+        assert os.listdir(path) == ["x"]
+        if signals:
+            waits.send_signal(signal.SIGKILL)
+        waits.communicate(timeout=20)
+        wait_for(lambda path=path: not os.path.exists(path), 10)
+        wait_for(lambda path=path: named(path) == [], 10)  # nor is there its guard
+
+
+SAVES = """
+import numpy as np, shardc
+with shardc.checkpoints(sys.argv[1], every=10**6) as saved:
+    state, start = saved.last(or_else={"n": np.zeros(3)})
+    for i in range(start, 10**6):
+        state = {"n": state["n"] + 1}
+        saved.step(i, state)
+        print(start, i, *state["n"], flush=True)
+        time.sleep(0.01 * (1 + c.me))
+"""
+
+
+@pytest.mark.parametrize("islands", [1, pytest.param(2, marks=pytest.mark.sampled(0))])
+def test_after_sigterm_all_processes_save_one_step(tmp_path, islands):
+    path, folder = script(tmp_path, SAVES), tmp_path / "saved"
+    words = command(path, "--processes", 2, "--islands", islands, "--devices", 1, arguments=[folder])
+    last = -1
+    for number in (signal.SIGTERM, signal.SIGUSR1):  # Slurm's --signal=USR1@60
+        with started(words, str(path)) as process:
+            for _ in range(5):
+                line = process.stdout.readline().split()
+            process.send_signal(number)
+            _, err = process.communicate(timeout=60)
+            assert process.returncode == 143, err
+        assert int(line[0]) == last + 1  # no step was lost
+        (last,) = [int(p.name) for p in folder.iterdir() if p.name != f"{last}"]
+        assert err == (
+            "this run was asked to end: all processes save at their next step, within 25 s\n"
+            f"all processes have saved step {last}, and ended\n"
+        )
 
 
 def test_children_end_when_the_launcher_is_killed_and_go_on_when_it_is_stopped(tmp_path):
@@ -309,7 +359,8 @@ def test_a_terminal_stays_a_terminal(tmp_path):
         """
         if c.me == 0:
             print(sys.stdout.isatty(), os.get_terminal_size().columns)
-        c.say(step=12, loss=3.2, tokens=5300.0, waits=f"process {1 - c.me}")
+        c.loop.measured(12, loss=3.2, rate=5300.0)
+        c.waits[0] = lambda: f"process {1 - c.me}"
         time.sleep(3)
         print("end")
         """,

@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from pathlib import Path
+from unittest.mock import ANY
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +14,8 @@ import pytest
 
 import shardc
 from shardc import S
+from shardc.dataflow.chart import flow_chart
+from shardc.dataflow.page import flow_page
 from shardc.errors import ArgumentError
 from shardc.report.page.page import page_of
 from shardc.report.tables import bytes_text, seconds_text
@@ -29,6 +32,12 @@ def report(plan, tmp_path, **options):
 
 def data_of(text):
     return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)[1])
+
+
+def cards_of(text):
+    """The cards of a page: name, value, note."""
+    cards = re.findall(r"<dt>(.*?)</dt>\s*<dd class=\"value\">(.*?)</dd>.*?<dd>(.*?)</dd>", text, re.DOTALL)
+    return [tuple(map(html.unescape, card)) for card in cards]
 
 
 # ---- data
@@ -106,20 +115,94 @@ def test_a_recorded_pipeline_stands_beside_the_planned_one(tmp_path, compiled_fa
 
     made = shardc.function(step, mesh=mesh, pipeline=shardc.Pipeline()).compile(np.ones((8, 8)), np.ones((8, 8)))
     made.measure(np.ones((8, 8)), np.ones((8, 8)))
-    tracks = data_of(report(made, tmp_path))["chart"]["tracks"]
+    text = report(made, tmp_path)
+    tracks = data_of(text)["chart"]["tracks"]
     assert [t["name"] for t in tracks] == ["planned", "measured"]
+    planned, measured = made.chart.tracks
+    took = seconds_text(measured.timeline.makespan)
+    assert cards_of(text)[:2] == [
+        ("Time of a call, measured", took, "every task waited for"),
+        ("Time of a call, planned", seconds_text(made.plan.seconds), ANY),
+    ]
+    said = f"Measured: a call took {took} (every task waited for); planned: {seconds_text(made.plan.seconds)}."
+    assert said in text and planned.timeline.makespan == pytest.approx(made.plan.seconds)
 
 
 def test_a_flow_and_its_run(tmp_path):
     with trained() as train:
         data = data_of(report(train.plan(jnp.zeros(4), 0), tmp_path, rounds=6, seconds=SECONDS))
-        assert set(data) == {"meshes", "arrays", "chart", "program", "totals"}
+        assert set(data) == {"meshes", "arrays", "chart", "program", "totals", "words"}
+        assert data["chart"]["tracks"][0]["unknown"] == [False] * 6
         arrow = "\N{RIGHTWARDS ARROW}"
         paths = [row["path"] for row in data["arrays"][0]["rows"]]
         assert paths == [f"learn {arrow} learn", f"play together {arrow} learn"]
         assert "learn" in data["program"]["texts"]
         given = train.run(jnp.zeros(4), range(3), record=True)[1]
         assert [t["name"] for t in data_of(report(given, tmp_path))["chart"]["tracks"]] == ["planned", "measured"]
+
+
+def test_what_is_unknown_of_a_flow_is_said_beside_its_figures(tmp_path):
+    with trained() as train:
+        plan = train.plan(jnp.zeros(4), 0)
+        text = report(plan, tmp_path)
+        about = "averaged over rounds; the time of play, test is unknown"
+        assert cards_of(text)[0] == ("Time of a round", f"at least {seconds_text(plan.seconds)}", about)
+        assert "The time of play, test is unknown: shardc.host(..., seconds=) says it, run(..., record=True)" in text
+        assert data_of(text)["chart"]["tracks"][0]["unknown"] == [False, True, True, False, False, True]
+        said = report(plan, tmp_path, seconds=SECONDS)
+        times = ("Time of a round", seconds_text(plan.average(SECONDS)), "averaged over rounds")
+        assert cards_of(said)[0] == times and "is unknown" not in said
+
+
+def test_a_recorded_flow_says_first_what_was_measured(tmp_path):
+    with trained() as train:
+        given = train.run(jnp.zeros(4), range(3), record=True)[1]
+        text = report(given, tmp_path)
+    planned, measured = (seconds_text(track.timeline.makespan / 3) for track in given.chart.tracks)
+    assert cards_of(text)[:2] == [
+        ("Time of a round, measured", measured, "averaged over 3 recorded rounds, each node waited for"),
+        ("Time of a round, planned", planned, "host functions as measured; 3 simulated"),
+    ]
+    assert f"A round took {measured}, averaged over 3 recorded rounds with each node waited for" in text
+
+
+def test_one_quantity_has_one_number():
+    """What is added up is said where a sum over stages stands beside the most of one device."""
+    plan = plans.pipeline()
+    page = page_of(plan)
+    cards = {figure.name: figure for figure in page.figures}
+    assert cards["Sent by a device"].value == f"at most {bytes_text(plan.bytes_per_device)}"
+    assert page.data["words"]["totals"].startswith("Bytes in one call, one device of each stage added up")
+    assert any(s.title == "Totals by axis and kind, one device of each stage added up" for s in page.sections)
+    spmd = plans.spmd()
+    words = page_of(spmd).data["words"]
+    assert words["totals"] == "Bytes that each device sends in one call, and their time."
+    assert sum(row[3] for row in page_of(spmd).data["totals"]) == spmd.bytes_per_device
+    assert words["course"] == ""
+    step = shardc.function(lambda w, x: x @ w, mesh=shardc.make_mesh(data=2))
+    plan = step.plan(plans.f32(8, 8), plans.f32(8, 8))
+    page, launch = page_of(plan), seconds_text(plan.time.launch)
+    whole = seconds_text(plan.seconds)
+    assert page.data["words"]["course"] == f" The call takes {whole}: what is drawn and {launch} of launching."
+    assert page.data["course"]["extent"] == pytest.approx(plan.seconds - plan.time.launch, rel=1e-3)
+
+
+def test_calls_of_a_function_in_a_round_are_counted():
+    step = shardc.function(
+        lambda w, x: x @ w, mesh=shardc.make_mesh(data=2), in_placements={"w": {"data": S(0)}, "x": {"data": S(1)}},
+        out_placements={},
+    )  # fmt: skip
+    plan = shardc.flow(lambda w: (step(step(step(w, w), w), w), None)).plan(plans.f32(8, 8))
+    own = plan.nodes[1].work.plan
+    page = flow_page(plan, flow_chart(plan, 2))
+    assert sum(row[3] for row in page.data["totals"]) == 3 * own.bytes_per_device > 0
+    assert "in a round" in page.data["words"]["program"] and "without launching" in page.data["words"]["program"]
+
+
+def test_of_what_a_plan_is_proved():
+    (card,) = (figure for figure in page_of(plans.spmd()).figures if figure.name == "Search cost")
+    assert card.value == "proved optimal"
+    assert card.note == "of the search's sum of products, moves and memory; no other plan was timed"
 
 
 def test_what_is_wrong_is_said(tmp_path, monkeypatch):

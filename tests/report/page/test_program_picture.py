@@ -23,6 +23,7 @@ def test_an_svg_says_what_the_plan_says(make, tmp_path):
     } <= texts
     assert any(text.startswith("peak memory ") for text in texts)
     assert ("moving to and from host memory" in texts) is bool(plan.time.host)
+    assert any("launching (not drawn)" in text for text in texts) is bool(plan.time.launch)
 
 
 def test_a_png_and_other_endings(tmp_path, monkeypatch):
