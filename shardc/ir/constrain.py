@@ -62,8 +62,9 @@ def pin_of(eqn: Eqn) -> Pin | None:
         if isinstance(sharding, NamedSharding):
             spec = sharding.spec
             rank = len(eqn.outvars[0].aval.shape)
-            open_dims = {d for d, entry in enumerate(spec) if entry is PartitionSpec.UNCONSTRAINED}
-            known = PartitionSpec(*(None if d in open_dims else entry for d, entry in enumerate(spec)))
+            open_dims = {d for d, entry in enumerate(spec.partitions) if entry is PartitionSpec.UNCONSTRAINED}
+            entries = (None if d in open_dims else entry for d, entry in enumerate(spec.partitions))
+            known = PartitionSpec(*entries, unreduced=spec.unreduced)
             placement = Placement.from_spec(known).resolve(rank)
             free = open_dims or eqn.params.get("unconstrained_dims")
             return Pin(placement, frozenset(placement) if free else None)

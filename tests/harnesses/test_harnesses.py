@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from dataclasses import replace
 
 import jax
@@ -10,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import shardc
 from shardc import AUTO, B, P, S
 from tests.harnesses import __main__ as command
-from tests.harnesses import run
+from tests.harnesses import beside_jit, run
 from tests.harnesses.cases import Case, all_cases, choose
 from tests.harnesses.compare import difference
 from tests.harnesses.draws import MESHES, Draw, draw_for, is_pin
@@ -25,6 +27,7 @@ from tests.releases import IS_OLDEST
 
 GROUPS = sorted({case.group for case in all_cases()})
 FEW = 3
+HOW = ("placed", "pinned")
 
 
 @pytest.mark.sampled(12)
@@ -175,3 +178,19 @@ def test_an_unknown_group_is_refused_with_the_nearest(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["harnesses", "--groups", "scater"])
     assert command.main() == 2
     assert "scatter" in capsys.readouterr().err
+
+
+def test_a_function_beside_jit(monkeypatch):
+    """A call of JAX's tests is compared at its arguments' placements and at pins; what jit refuses may fail."""
+    for name, empty in (("COUNTS", Counter()), ("WRONG", [])):
+        monkeypatch.setattr(beside_jit, name, empty)
+    with jax.set_mesh(jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))):
+        x = jax.device_put(np.arange(8.0, dtype=np.float32), jax.P("x"))
+        beside_jit.Beside(lambda x: x * (2 if jax.typeof(x).sharding.spec[0] == "x" else 3))(x)
+        with pytest.raises(TypeError):
+            beside_jit.Beside(lambda x: x + "a")(x)
+        each = dict.fromkeys([f"{how}: {what}" for how in HOW for what in ("the same", "errors, as jit")], 1)
+        assert each == beside_jit.COUNTS
+        monkeypatch.setattr(shardc, "function", lambda fn, **_: lambda x: fn(x) + 1)
+        beside_jit.Beside(lambda x: x * 2)(x)
+    assert [text.partition("differ")[0] for text in beside_jit.WRONG] == [f", {how}: values " for how in HOW]
