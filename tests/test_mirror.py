@@ -25,7 +25,6 @@ COVERED: Final[Mapping[str, str]] = {
     "compiled.py": "whole/test_function.py",
     "plans.py": "report/test_explain.py",
     # what runs on devices: tested by the numbers of one device
-    "dataflow/beginning.py": "dataflow/test_run.py",
     "dataflow/results.py": "dataflow/test_run.py",
     "execute/agreement.py": "processes/test_agreements.py",
     "execute/executable.py": "whole/test_function.py",

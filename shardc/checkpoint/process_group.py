@@ -14,7 +14,7 @@ from shardc.errors import CheckpointError, ShardcError
 from shardc.execute.process_group import gather_by_jax
 from shardc.runtime.calls import refuse_unlike
 from shardc.runtime.last_step import LastStep
-from shardc.runtime.loop_status import LoopStatus
+from shardc.runtime.status.loop import LoopStatus
 
 T = TypeVar("T")
 

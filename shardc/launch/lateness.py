@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
 from shardc.runtime.calls import members_of, members_text, processes_text
+from shardc.runtime.status.waits import SCRIPT, Wait
 from shardc.runtime.transport.connection import BEAT
-from shardc.runtime.waits import SCRIPT, Wait
 
 _GROUP: Final = -1
 """Stands in a node for the process: those members of a group that have made the fewest calls."""

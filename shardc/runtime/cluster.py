@@ -23,12 +23,12 @@ from shardc.errors import ClusterError, DisagreementError, PeerLostError
 from shardc.runtime.calls import call_text, calls_of, members_text, processes_text, refuse_other_calls
 from shardc.runtime.gathering import Gathering, Repeats, Verdict
 from shardc.runtime.last_step import LastStep
-from shardc.runtime.loop_status import LoopStatus
+from shardc.runtime.status.loop import LoopStatus
+from shardc.runtime.status.waits import Waits, longest_text
 from shardc.runtime.store import Event, Store
 from shardc.runtime.transport.connection import Allocate, Frame, FrameKind
 from shardc.runtime.transport.link import Link, Packed
 from shardc.runtime.transport.wire import Hello, Listener, dial, listen
-from shardc.runtime.waits import Waits, longest_text
 
 _log: Final = logging.getLogger("shardc")
 _UNKNOWN: Final = 5.0

@@ -21,9 +21,9 @@ from shardc.runtime.actor import Message, Network
 from shardc.runtime.calls import processes_text
 from shardc.runtime.mailbox import ALL_RUNS, Mailbox, Port, stop_all
 from shardc.runtime.stalls import Stall
+from shardc.runtime.status.waits import Wait
 from shardc.runtime.transport.connection import Frame, FrameKind
 from shardc.runtime.transport.link import Link, Packed
-from shardc.runtime.waits import Wait
 
 
 class Codec(Protocol):

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from shardc.checkpoint import checkpoints as face
 from shardc.errors import PeerLostError
 from shardc.runtime.last_step import LastStep
-from shardc.runtime.loop_status import LoopStatus
+from shardc.runtime.status.loop import LoopStatus
 from tests.runtime.watchdog import within
 
 DEADLINE = 60.0

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from shardc.launch.lateness import Lateness, last_calls
-from shardc.runtime.waits import Wait
+from shardc.runtime.status.waits import Wait
 
 DEADLINE = 10.0
 

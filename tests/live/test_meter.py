@@ -14,7 +14,7 @@ import pytest
 import shardc
 from shardc import S
 from shardc.live import meter
-from shardc.runtime.loop_status import LoopStatus
+from shardc.runtime.status.loop import LoopStatus
 
 X = np.ones((16, 8), np.float32)
 W = np.ones((8, 8), np.float32)

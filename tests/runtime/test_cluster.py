@@ -13,11 +13,11 @@ from shardc.runtime import cluster as cluster_module
 from shardc.runtime.calls import refuse_unlike
 from shardc.runtime.cluster import Cluster, RunConfig
 from shardc.runtime.gathering import Gathering, Repeats
+from shardc.runtime.status.waits import Wait
 from shardc.runtime.transport import connection as connection_module
 from shardc.runtime.transport import wire
 from shardc.runtime.transport.connection import Frame, FrameKind
 from shardc.runtime.transport.link import Link
-from shardc.runtime.waits import Wait
 from tests.runtime.codec import allocate
 from tests.runtime.launcher import SECRET, Run, hear_until, member
 from tests.runtime.peers import others, together, until

@@ -30,7 +30,7 @@ def a_round(plan, **seconds):
 
 def busiest(plan, **seconds):
     line = plan.timeline(rounds=40, seconds=seconds).splitlines()[1]
-    return line.partition("a round; ")[2].partition(" is busiest")[0]
+    return line.partition(" rounds; ")[2].partition(" is busiest")[0]
 
 
 # ---- devices

@@ -1,7 +1,7 @@
 """Waits of a process: what it says of them."""
 
 from shardc.runtime import waits as waits_module
-from shardc.runtime.waits import Wait, Waits, longest_text
+from shardc.runtime.status.waits import Wait, Waits, longest_text
 
 
 def test_waits_last_as_long_as_their_contexts(monkeypatch):
