@@ -36,9 +36,9 @@ def status(*waits, epoch=0, **calls):
     """A sign of life, as a function of the seconds since its waits began."""
 
     def text(seconds):
-        run = {"epoch": epoch, "calls": {n.replace("_", ","): c for n, c in calls.items()}}
+        run = {"calls": {n.replace("_", ","): c for n, c in calls.items()}}
         run["waits"] = [Wait(w.awaited, w.why, w.seconds + seconds, w.who).to_json() for w in waits]
-        return json.dumps({"run": run})
+        return json.dumps({"epoch": epoch, "run": run})
 
     return text
 

@@ -7,7 +7,7 @@ import pytest
 
 import shardc
 from shardc.live import meter
-from shardc.runtime import loop_status
+from shardc.runtime.status import loop as loop_status
 from shardc.runtime.status.loop import LoopStatus
 from tests.checkpoint.peers import Fake, Run, as_process, use_fakes
 from tests.checkpoint.test_leaves import far

@@ -1,6 +1,6 @@
 """Waits of a process: what it says of them."""
 
-from shardc.runtime import waits as waits_module
+from shardc.runtime.status import waits as waits_module
 from shardc.runtime.status.waits import Wait, Waits, longest_text
 
 
