@@ -77,7 +77,7 @@ def _placement(path: str, x: Any, rules: LogicalRules | None) -> Placement | Aut
     spec = _spec(x, rules)
     if spec is None:
         return AUTO
-    axes = [a for entry in spec for a in ((entry,) if isinstance(entry, str) else entry or ())]
+    axes = [a for entry in spec.partitions for a in ((entry,) if isinstance(entry, str) else entry or ())]
     twice = [a for a in dict.fromkeys(axes) if axes.count(a) > 1]
     if twice:
         raise ArgumentError(
