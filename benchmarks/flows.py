@@ -159,7 +159,7 @@ def parts(calls: int) -> dict[str, float]:
     here, there = np.float32(0), step(np.float32(0))
     moves = [mover(e) for e in plan.edges if e.moves]
     to_host, to_mesh = (next(m for m, e in zip(moves, plan.edges, strict=False) if e.giver.name == n)
-                        for n in ("add_one[1]", "add_one"))  # fmt: skip
+                        for n in ("add_one#2", "add_one"))  # fmt: skip
 
     def x64() -> None:
         with jax.enable_x64(False):

@@ -137,7 +137,7 @@ def rounds_of(
     plan = flow.plan((), 0)
     seconds = alone if make is sparse else {name: scale * SECONDS[name] for name in SECONDS if name in names_of(plan)}
     line = plan.timeline(seconds=seconds).splitlines()[1]
-    busiest = line.partition("a round; ")[2].partition(" is busiest")[0]
+    busiest = line.partition(" rounds; ")[2].partition(" is busiest")[0]
     flow.run((), range(3))
     measured: list[float] = []
     for _ in range(turns):

@@ -545,6 +545,11 @@ def with_sharding(aval: Any, sharding: Any) -> Any:
     return aval.update(sharding=sharding)
 
 
+def sharding_of(x: Any) -> Any:
+    """Where an array of JAX's own class lies, or is to lie if it is described; None for anything else, as a number."""
+    return x.sharding if isinstance(x, _Array | jax.ShapeDtypeStruct) else None
+
+
 def without_sharding(aval: Any) -> Any:
     """A ShapedArray without shardings and without the axes along which it differs; other avals as they are."""
     if type(aval) is not _core.ShapedArray:

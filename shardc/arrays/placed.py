@@ -372,8 +372,8 @@ def _weakly(sharding: NamedSharding) -> Any:
 def as_placed(x: Any) -> Any:
     """An array with unreduced axes as a PlacedArray, whose physical array are its pieces side by side: no value moves.
     Anything else as it is."""
-    sharding = getattr(x, "sharding", None)
-    if not isinstance(sharding, NamedSharding) or not isinstance(x, jax.Array) or not sharding.spec.unreduced:
+    sharding = compat.sharding_of(x)
+    if not isinstance(sharding, NamedSharding) or not sharding.spec.unreduced or not isinstance(x, jax.Array):
         return x
     placement, mesh = Placement.from_sharding(sharding).resolve(x.ndim), cast(Mesh, sharding.mesh)
     return PlacedArray(_stacker(sharding, physical_spec(placement))(x), tuple(x.shape), placement, mesh)

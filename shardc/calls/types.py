@@ -9,7 +9,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from shardc import compat
-from shardc.arrays.placed import is_placed, leaf_aval
+from shardc.arrays.placed import leaf_aval
 from shardc.machine.mesh import AnyMesh
 from shardc.passes.trace.trace import Call, is_array
 from shardc.sbp.layout import is_plain
@@ -51,7 +51,7 @@ def _sharding_of(x: Any) -> NamedSharding | None:
     if isinstance(x, compat.Tracer):
         sharding = getattr(jax.typeof(x), "sharding", None)
     else:
-        sharding = getattr(x, "sharding", None) if not is_placed(x) and getattr(x, "committed", True) else None
+        sharding = compat.sharding_of(x) if getattr(x, "committed", True) else None
     return sharding if isinstance(sharding, NamedSharding) else None
 
 

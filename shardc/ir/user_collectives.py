@@ -30,7 +30,7 @@ def _bytes(aval: Any) -> int:
 
 
 @dataclass(frozen=True)
-class Sent:
+class UserSend:
     """What a collective of JAX sends.
 
     Attributes:
@@ -44,12 +44,12 @@ class Sent:
     at_most: bool = False
 
 
-_REDUCE: Final = Sent("all_reduce", lambda x, y, n: _bytes(x))
-_GATHER: Final = Sent("all_gather", lambda x, y, n: _bytes(x))
-_SCATTER: Final = Sent("reduce_scatter", lambda x, y, n: _bytes(y))
-_PERMUTE: Final = Sent("permute", lambda x, y, n: _bytes(x))
+_REDUCE: Final = UserSend("all_reduce", lambda x, y, n: _bytes(x))
+_GATHER: Final = UserSend("all_gather", lambda x, y, n: _bytes(x))
+_SCATTER: Final = UserSend("reduce_scatter", lambda x, y, n: _bytes(y))
+_PERMUTE: Final = UserSend("permute", lambda x, y, n: _bytes(x))
 
-SENT: Final[Mapping[str, Sent]] = {
+SENT: Final[Mapping[str, UserSend]] = {
     "psum": _REDUCE,
     "psum_invariant": _REDUCE,
     "pmax": _REDUCE,
@@ -61,8 +61,8 @@ SENT: Final[Mapping[str, Sent]] = {
     "all_gather_reduced": _GATHER,
     "reduce_scatter": _SCATTER,
     "unreduced_reduce_scatter": _SCATTER,
-    "all_to_all": Sent("all_to_all", lambda x, y, n: _bytes(x) // n),
-    "ragged_all_to_all": Sent("all_to_all", lambda x, y, n: -(-_bytes(x) // (n - 1)), at_most=True),
+    "all_to_all": UserSend("all_to_all", lambda x, y, n: _bytes(x) // n),
+    "ragged_all_to_all": UserSend("all_to_all", lambda x, y, n: -(-_bytes(x) // (n - 1)), at_most=True),
     "ppermute": _PERMUTE,
     "pbroadcast": _PERMUTE,
     "pbroadcast_dynamic": _PERMUTE,

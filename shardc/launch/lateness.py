@@ -36,7 +36,7 @@ class _Edge:
 
 
 @dataclass(frozen=True)
-class Late:
+class LateProcesses:
     """Processes that others have waited for too long.
 
     Attributes:
@@ -68,7 +68,7 @@ class Lateness:
 
     def look(
         self, now: float, epoch: int, statuses: Mapping[int, str], ended: Collection[int], paused: bool = False
-    ) -> Late | None:
+    ) -> LateProcesses | None:
         """Find who is late.
 
         Args:
@@ -137,7 +137,9 @@ class Lateness:
             for p in ahead:
                 found.setdefault((p, SCRIPT), []).append(_Edge((_GROUP, name)))
 
-    def _judge(self, now: float, edges: Mapping[Node, Sequence[_Edge]], said: Mapping[int, Any]) -> Late | None:
+    def _judge(
+        self, now: float, edges: Mapping[Node, Sequence[_Edge]], said: Mapping[int, Any]
+    ) -> LateProcesses | None:
         def is_old(edge: _Edge) -> bool:
             return edge.since is None or now - edge.since >= self._deadline
 
@@ -157,11 +159,11 @@ class Lateness:
         ends = [node for node in reached if not edges.get(node)]
         if ends:
             processes = tuple(sorted({p for p, _ in ends}))
-            return Late(processes, _why(edges, reached, ends))
+            return LateProcesses(processes, _why(edges, reached, ends))
         if reached and all(is_old(e) for node in reached for e in edges[node]):
             circle = sorted({p for p, _ in reached if p != _GROUP})
             waits = [Wait.from_json(w) for p in circle if p in said for w in said[p]["waits"]]
-            return Late(
+            return LateProcesses(
                 (), f"{processes_text(circle)} wait for one another: {'; '.join(sorted({w.why for w in waits}))}"
             )
         return None

@@ -27,7 +27,7 @@ from shardc.launch.activity import COMPUTES, STOPPED
 from shardc.launch.failure import Failure, Losses, failure_line, failure_of, failure_text, prefixed
 from shardc.launch.goodput import Goodput
 from shardc.launch.job import Job
-from shardc.launch.lateness import Late, Lateness, last_calls
+from shardc.launch.lateness import Lateness, LateProcesses, last_calls
 from shardc.launch.local_process import ProcessHandle
 from shardc.launch.output import Screen
 from shardc.launch.status_line import status_text
@@ -617,7 +617,7 @@ class Supervisor:
             self._lose_late(late, named, answers, heard)
 
     def _lose_late(
-        self, late: Late, named: Sequence[_Place], answers: Sequence[str | None], heard: Mapping[int, str]
+        self, late: LateProcesses, named: Sequence[_Place], answers: Sequence[str | None], heard: Mapping[int, str]
     ) -> None:
         """Say what the run knows of late processes, and lose them. If all wait for one another, the run ends."""
         deadline = self._job.config.deadline

@@ -219,7 +219,7 @@ def test_a_slow_worker_of_an_asynchronous_flow_delays_nobody():
         ends.setdefault(str(span.label), []).append(span.end)
     slow, *fast = (sorted(ends[name]) for name in ("tick", "tick[1]", "tick[2]"))
     assert all(each[-1] < slow[-1] for each in fast)
-    assert int(held.value["ahead"]) > 5
+    assert int(held.value["ahead"]) > 1
     assert held.value["count"].tolist() == [20] * N
 
 

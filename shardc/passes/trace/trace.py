@@ -436,7 +436,7 @@ def trace(
             f"{f'result {path_text(p)}'.rstrip()} is of {x.dtype}, a type for gradients; return "
             f'jax.lax.convert_element_type(x, "{compat.number_of(x.dtype)}").'
             for p, x in pairs
-            if is_array(x) and compat.is_typed_number(x.dtype)
+            if is_array(x) and compat.is_typed_number(leaf_aval(x).dtype)
         ]
         if bad:
             modules = any(map(_is_equinox, jax.tree.leaves(out, is_leaf=_is_equinox)))
