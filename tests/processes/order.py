@@ -1,7 +1,7 @@
-"""Programs in flight on the same devices of two processes: `python -m shardc run ... order.py SHAPE`.
+"""Programs in flight on the same devices of two processes: `python -m shardc run ... order.py SHAPE ...`.
 
-Two functions with all-reduces of different sizes are called in turns, and no result is read before the last call. Each
-process prints the largest error of a result.
+Two functions with all-reduces of different sizes are called in turns, and no program waits for one of the other function.
+Process 0 prints for each shape the largest error of a result.
 """
 
 import sys
@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 
 import shardc
 from shardc import S
+from shardc.machine.devices import me, processes_of
 
 ROUNDS, ROWS, REDUCES = 20, 64, 12
 
@@ -39,7 +40,8 @@ def wanted(x):
 def error(found, x):
     """The largest error of results that are to have the value `step(x)`."""
     want = wanted(x)
-    return max(float(np.max(np.abs(y - want))) for y in shardc.fetch(found))
+    pieces = [s for y in found for s in y.addressable_shards]
+    return max(float(np.max(np.abs(s.data - want[s.index]))) for s in pieces)
 
 
 LONG, SHORT = array(1_000), array(100)
@@ -101,16 +103,6 @@ def threads():
     return max(error(a, LONG), error(b, SHORT))
 
 
-def loop():
-    """Two functions in one loop."""
-    (one, x), (other, y) = on(every(), LONG), on(every(), SHORT)
-    a, b = [], []
-    for _ in range(ROUNDS):
-        a.append(one(x))
-        b.append(other(y))
-    return max(error(a, LONG), error(b, SHORT))
-
-
 def meshes():
     """A function on one device of each process, and one on all of them, in one loop."""
     rows = np.array(shardc.devices()).reshape(2, -1)
@@ -123,22 +115,29 @@ def meshes():
     return max(error(a, LONG), error(b, SHORT))
 
 
-def moves():
-    """A function, and arrays that another thread moves beside it."""
-    mesh = every()
-    (one, x), split = on(mesh, LONG), {"data": S(0)}
-    a, b = [], [shardc.put(LONG, mesh, split)]
+def staged(x):
+    return step(shardc.stage_boundary(step(x)))
 
-    def move():
-        for _ in range(5):
-            b.append(shardc.put(shardc.put(b[-1], mesh, {}), mesh, split))
 
+def pipeline():
+    """A pipeline whose stages run in two processes each, and a function on the devices of one stage."""
+    meshes = [Mesh(row, ("data",)) for row in np.array(shardc.devices()).reshape(2, -1)]
+    other, y = on(next(m for m in meshes if me() in processes_of(m.devices.flat)), SHORT)
+
+    def loss(x):
+        return jnp.sum(staged(x))
+
+    def train(x):
+        return shardc.accumulate(loss, microbatches=2, reduce="sum")(x)
+
+    run = shardc.function(train, pipeline=shardc.Pipeline(meshes=meshes), in_placements={"x": {"data": S(0)}})
+    a, b = [], []
     for _ in range(ROUNDS):
-        a.append(one(x))
-        thread = threading.Thread(target=move)
-        thread.start()
-        thread.join()
-    return max(error(a, LONG), *(float(np.max(np.abs(y - LONG))) for y in shardc.fetch(b)))
+        a.append(run(LONG))
+        b.append(other(y))
+    half = [wanted(wanted(x)) for x in (LONG[: ROWS // 2], LONG[ROWS // 2 :])]
+    want = sum(map(np.sum, half))
+    return max(error(b, SHORT), *(abs(float(x) / want - 1) for x in a))
 
 
 if __name__ == "__main__":
