@@ -78,7 +78,8 @@ class Gang(Scheduler):
     In several processes each makes the same calls of each client, from as many threads. Process 0 decides the order of
     the programs that run in several processes, so it has to run each of them; programs of one process wait for no other
     process. Nothing else that all processes run, such as `fetch` of an array that lies in several, may run beside a
-    gang's threads, unless it is shared too.
+    gang's threads, unless it is shared too. On CPUs of several processes, programs of different clients do not run at
+    the same time, whatever `in_flight` is.
 
     Args:
       in_flight: the most programs that are launched and not finished, on all meshes together. 1: a program begins when
