@@ -1,7 +1,7 @@
 """Programs in flight on the same devices of two processes: `python -m shardc run ... order.py SHAPE ...`.
 
-Two functions with all-reduces of different sizes are called, and no program waits for one of the other function. Process 0
-prints for each shape the largest error of a result.
+Two functions with all-reduces of different sizes are called, and no program waits for one of the other function. XLA:CPU
+runs small programs while they are launched; these are larger. Process 0 prints for each shape the largest error.
 """
 
 import sys
