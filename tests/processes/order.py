@@ -1,6 +1,6 @@
 """Programs in flight on the same devices of two processes: `python -m shardc run ... order.py SHAPE ...`.
 
-Two functions with all-reduces of different sizes are called, and no program waits for one of the other function. XLA:CPU
+Two functions with all-reduces of different sizes are called, and no program waits for one of the other function. XLA
 runs small programs while they are launched; these are larger. Process 0 prints for each shape the largest error.
 """
 
@@ -10,7 +10,8 @@ import threading
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import shardc
 from shardc import S
@@ -89,6 +90,15 @@ def callables():
     one, other = share(one, name="one", seconds=1), share(jax.jit(step), name="other", seconds=1)
     a, b = clients(lambda: one(x), lambda: other(y))
     return max(error(a, LONG), error(b, SHORT))
+
+
+def refused():
+    """A callable of a gang whose arguments do not say that it runs in several processes."""
+    at = NamedSharding(every(), PartitionSpec("data"))
+    call = shardc.Gang().share(jax.jit(step, out_shardings=at), name="call")
+    with pytest.raises(shardc.ClusterError, match="Gang: call has run in processes 0, 1, which its arguments do not"):
+        call(SHORT)
+    return 0.0
 
 
 def threads():

@@ -27,7 +27,7 @@ def check(shapes, *options):
 
 
 def test_threads_of_one_process():
-    check(["gang", "threads", "callables"], "--processes", 2, "--devices", 1)
+    check(["gang", "threads", "callables", "refused"], "--processes", 2, "--devices", 1)
 
 
 @pytest.mark.sampled(1)
