@@ -6,12 +6,16 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import jax
 from jax.sharding import Mesh
 
 from shardc import compat
-from shardc.errors import ArgumentError, number_text
+from shardc.errors import ArgumentError, ClusterError, number_text
 from shardc.execute.in_turn import wait_for
+from shardc.machine.devices import processes_of
+from shardc.machine.launch_order import all_ordered_devices, in_launch_order
 from shardc.report.tables import Section, percent_text, report_text, seconds_text
+from shardc.runtime.calls import processes_text
 from shardc.runtime.gang import Client, Scheduler
 
 
@@ -32,9 +36,16 @@ class SharedCallable:
         if hasattr(self._fn, "plan"):  # each of its programs takes a turn as it is launched, once it is compiled
             with self.client.calling():
                 return self._fn(*args, **kwargs)
-        with self.client.gang.turn(self.client) as turn:
-            out = self._fn(*args, **kwargs)
+        members = _processes_of((args, kwargs))
+        with self.client.gang.turn(self.client, members=members) as turn:
+            out = in_launch_order(all_ordered_devices(), lambda: self._fn(*args, **kwargs))
             turn.launched(functools.partial(wait_for, out))
+        if len(ran := _processes_of(out)) > len(members):
+            raise ClusterError(
+                f"Gang: {self.client.name} has run in {processes_text(ran)}, which its arguments do not say, so its "
+                "turns have no order there. Put its arguments on the mesh before the call (shardc.put), or share a "
+                "shardc.function."
+            )
         return out
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
@@ -67,7 +78,8 @@ class Gang(Scheduler):
     In several processes each makes the same calls of each client, from as many threads. Process 0 decides the order of
     the programs that run in several processes, so it has to run each of them; programs of one process wait for no other
     process. Nothing else that all processes run, such as `fetch` of an array that lies in several, may run beside a
-    gang's threads, unless it is shared too.
+    gang's threads, unless it is shared too. On CPUs of several processes, programs of different clients do not run at
+    the same time, whatever `in_flight` is.
 
     Args:
       in_flight: the most programs that are launched and not finished, on all meshes together. 1: a program begins when
@@ -136,6 +148,12 @@ class Gang(Scheduler):
         )
         columns = ("client", ">weight", ">programs", ">priced", ">measured", ">share wanted", ">had")
         return report_text([Section(title, columns, rows)])
+
+
+def _processes_of(tree: Any) -> list[int]:
+    """The processes that hold pieces of a tree's arrays, if an array has pieces in other processes; else none."""
+    leaves = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array) and not isinstance(x, compat.Tracer)]
+    return processes_of({d for x in leaves if not x.is_fully_addressable for d in x.sharding.device_set})
 
 
 def _name_of(fn: Callable[..., Any]) -> str:

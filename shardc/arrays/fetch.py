@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Final
 
 import jax
@@ -15,6 +15,7 @@ from shardc import compat
 from shardc.arrays.placed import has_every_piece, in_bytes, is_placed, on_host
 from shardc.errors import number_text
 from shardc.machine.devices import meet
+from shardc.machine.launch_order import in_launch_order, ordered_devices
 from shardc.sbp.layout import to_logical
 from shardc.sbp.signature import is_extended
 
@@ -43,7 +44,8 @@ def _gathered(leaves: Sequence[Any]) -> list[Any]:
     for mesh, numbers in by_mesh.items():
         meet(mesh.devices.flat, "shardc.fetch", {"the arrays": _types_text([leaves[i] for i in numbers])})
         with compat.at_once(), jax.debug_nans(False), jax.debug_infs(False):  # a copy computes nothing
-            made = _gatherer(mesh)([_words(leaves[i]) for i in numbers])
+            given, gather = [_words(leaves[i]) for i in numbers], _gatherer(mesh)
+            made = in_launch_order(ordered_devices(mesh), partial(gather, given))
         for i, x in zip(numbers, made, strict=True):
             found[i] = _Whole(leaves[i], np.asarray(x).astype(_words(leaves[i]).dtype))
     return found

@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from shardc import compat
 from shardc.errors import ArgumentError
 from shardc.machine.devices import meet
+from shardc.machine.launch_order import in_launch_order, ordered_devices
 from shardc.machine.mesh import AnyMesh
 from shardc.sbp.layout import (
     bits_of,
@@ -196,11 +197,13 @@ class PlacedArray(jax.Array):
     def _on_devices(self, parts: tuple[Any, ...], sharding: NamedSharding) -> jax.Array:
         if not (parts[0].is_fully_addressable or has_every_piece(parts[0])):
             meet(self.mesh.devices.flat, f"read of {self!r}", {})
-        if bits_of(self.dtype) < 4:  # XLA:CPU gathers such elements past their end
-            if not self.is_fully_addressable:
-                return _mover(self.shape, (self.placement, self.mesh), Placement(), sharding)(parts[0])
+        if bits_of(self.dtype) >= 4:
+            run = _reader(self.shape, self.placement, self.mesh, sharding)
+        elif self.is_fully_addressable:  # XLA:CPU gathers such elements past their end
             return jax.device_put(self._on_host(parts), sharding)
-        return _reader(self.shape, self.placement, self.mesh, sharding)(parts[0])
+        else:
+            run = _mover(self.shape, (self.placement, self.mesh), Placement(), sharding)
+        return in_launch_order(ordered_devices(self.mesh), lambda: run(parts[0]))
 
     def __str__(self) -> str:
         """The value as text, as of any jax.Array; where it is if pieces of it are in other processes alone."""
@@ -247,8 +250,12 @@ class StackedArray(PlacedArray):
     def _on_devices(self, parts: tuple[Any, ...], sharding: NamedSharding) -> jax.Array:
         del parts
         here = [PlacedArray(p.physical, p.shape, p.placement, self.mesh).sharding for p in self.pieces]
-        rows = [jax.device_put(p.read(), s) for p, s in zip(self.pieces, here, strict=True)]
-        return jax.jit(jax.numpy.concatenate, out_shardings=sharding)(rows)
+
+        def joined() -> jax.Array:
+            rows = [jax.device_put(p.read(), s) for p, s in zip(self.pieces, here, strict=True)]
+            return jax.jit(jax.numpy.concatenate, out_shardings=sharding)(rows)
+
+        return in_launch_order(ordered_devices(self.mesh), joined)
 
     def __repr__(self) -> str:
         dims, rows = ",".join(map(str, self.shape)), "+".join(str(p.shape[0]) for p in self.pieces)
@@ -397,7 +404,9 @@ def _moved(x: jax.Array, placement: Placement, sharding: NamedSharding) -> jax.A
     """The physical array of an array that several processes hold, moved to another placement by a program of all."""
     old = (x.placement, x.mesh) if isinstance(x, PlacedArray) else None
     with compat.at_once(), jax.debug_nans(False), jax.debug_infs(False):  # a copy computes nothing
-        return _mover(x.shape, old, placement, sharding)(x.physical if isinstance(x, PlacedArray) else x)
+        run = _mover(x.shape, old, placement, sharding)
+        given = x.physical if isinstance(x, PlacedArray) else x
+        return in_launch_order(ordered_devices(cast(Mesh, sharding.mesh)), lambda: run(given))
 
 
 def in_bytes(x: jax.Array) -> jax.Array:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -27,6 +27,7 @@ from shardc.ir.memory_move import MEMORY_KIND
 from shardc.ir.program import Program
 from shardc.ir.walk import all_eqns
 from shardc.machine.devices import is_remote, processes_of
+from shardc.machine.launch_order import in_launch_order, ordered_devices
 from shardc.machine.mesh import AnyMesh, without_mesh
 from shardc.passes.audit.audit import Audit, audit
 from shardc.passes.lower.lower import Lowering
@@ -119,7 +120,8 @@ class Executable:
         self._out_order = _first(taken, len(plan.outputs))
         self._out_place = sorted(range(len(self._out_order)), key=self._out_order.__getitem__)
         self._reordered = bool(taken)
-        self._token = token
+        self._ordered = ordered_devices(mesh)
+        self._token, self._has_token = token, token or bool(self._ordered)
         # JAX 0.10 uses another layout for these as arguments of a compiled object than as results
         self._below_a_byte = any(bits_of(a.dtype) < 8 for a in plan.program.in_avals)
         self.settings = settings()
@@ -130,7 +132,7 @@ class Executable:
             jax.jit,
             self._sharded(),
             in_shardings=tuple(self.in_shardings[i] for i in self._in_order),
-            out_shardings=[*(self._out_shardings[i] for i in self._out_order), *[whole] * token],
+            out_shardings=[*(self._out_shardings[i] for i in self._out_order), *[whole] * self._has_token],
         )
         self._jitted, self._keeping = jit(donate_argnums=tuple(range(len(taken)))), jit()
         self._all_plain = all(self._plain_out)
@@ -183,7 +185,7 @@ class Executable:
         def ordered(*args: Any) -> list[Any]:
             given = [x for _, x in sorted(zip(self._in_order, args, strict=True), key=lambda pair: pair[0])]
             out = sharded(*(() if all_empty else given))
-            return [*(out[i] for i in self._out_order), *[jax.numpy.zeros(0, bool)] * self._token]
+            return [*(out[i] for i in self._out_order), *[jax.numpy.zeros(0, bool)] * self._has_token]
 
         ordered.__name__ = plan.program.name
         return ordered
@@ -312,15 +314,21 @@ class Executable:
             out = self._looking_for_nans(ordered)
         elif self._below_a_byte:
             self._refuse_unlike(args)
-            out = self._jitted(*self._on_devices(ordered))
+            out = self._begin(self._jitted, self._on_devices(ordered))
         else:
-            out = self.compiled(*ordered)
+            out = self._begin(self.compiled, ordered)
         if self._calls_back:
             jax.block_until_ready(out)
             self._raise_kept()
+        if self._has_token and not self._token:
+            out = out[:-1]
         if not self._reordered:
             return out
         return [*(out[i] for i in self._out_place), *out[len(self._out_place) :]]
+
+    def _begin(self, program: Callable[..., list[Any]], args: Sequence[Any]) -> list[Any]:
+        """Launch a program of this plan, in the order of all programs on its devices."""
+        return in_launch_order(self._ordered, lambda: program(*args), lambda out: out[-1])
 
     def _raise_kept(self) -> None:
         """Raise the error of a callback, in all processes that run the program."""
@@ -385,7 +393,7 @@ class Executable:
         # JAX's own check runs the collectives again, in those processes alone that hold the NaN; and it runs a move
         # between memories again and again
         with jax.debug_nans(False), jax.debug_infs(False):
-            found = self._keeping(*args)
+            found = self._begin(self._keeping, args)
         kinds = [kind for kind, wanted in zip(("nan", "inf"), _looked_for(), strict=True) if wanted]
         here = next((k for k in kinds if any(map(functools.partial(_holds, k), found))), "")
         what = f"{self.plan.program.name}, looking for NaN"

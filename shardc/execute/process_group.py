@@ -25,6 +25,7 @@ from shardc import compat
 from shardc.arrays.placed import is_placed
 from shardc.errors import ClusterError, DisagreementError
 from shardc.machine.devices import is_remote
+from shardc.machine.launch_order import all_ordered_devices, in_launch_order
 from shardc.passes.trace.trace import is_number, settings
 from shardc.runtime import cluster as clusters
 from shardc.runtime.calls import call_text, calls_of, refuse_other_calls, refuse_unlike
@@ -215,11 +216,15 @@ class _Comparison(NamedTuple):
 def gather_by_jax(text: str) -> list[str]:
     """The text of each process of a JAX runtime that no cluster knows, by collectives."""
     data = np.frombuffer(text.encode(), np.uint8)
-    sizes = np.asarray(multihost_utils.process_allgather(np.asarray([data.size], np.int32))).reshape(-1)
+    sizes = _gathered_by_jax(np.asarray([data.size], np.int32)).reshape(-1)
     padded = np.zeros(max(1, int(sizes.max())), np.uint8)
     padded[: data.size] = data
-    rows = np.asarray(multihost_utils.process_allgather(padded)).reshape(len(sizes), -1)
+    rows = _gathered_by_jax(padded).reshape(len(sizes), -1)
     return [row[:n].tobytes().decode() for row, n in zip(rows, sizes, strict=True)]
+
+
+def _gathered_by_jax(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    return in_launch_order(all_ordered_devices(), lambda: np.asarray(multihost_utils.process_allgather(x)))
 
 
 @lru_cache(maxsize=64)

@@ -15,6 +15,7 @@ from shardc.arrays.remote import RemoteArray, is_remote
 from shardc.errors import ClusterError, number_text
 from shardc.execute.process_group import group_of_run
 from shardc.machine.devices import processes_of
+from shardc.machine.launch_order import in_launch_order, ordered_devices
 from shardc.runtime.cluster import Cluster, current
 
 
@@ -90,7 +91,9 @@ def whole(x: Any) -> jax.Array:
         return x.to_jax() if not isinstance(x, RemoteArray) else x.read()
     if x.is_fully_addressable or x.is_fully_replicated:
         return x
-    return jax.jit(_same, out_shardings=jax.sharding.NamedSharding(x.sharding.mesh, jax.sharding.PartitionSpec()))(x)
+    mesh = x.sharding.mesh
+    run = jax.jit(_same, out_shardings=jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
+    return in_launch_order(ordered_devices(mesh), lambda: run(x))
 
 
 def _same(x: jax.Array) -> jax.Array:
