@@ -97,7 +97,8 @@ def run(
     """The loop itself: (losses, state) after a step on each batch, of those that are not done according to `saved`."""
     losses: list[Any] = []
     state, start = saved.last(or_else=tuple(state)) if saved else (state, 0)
-    with shown(step, start=start) as progress:
+    planned = step if hasattr(step, "latest") else None  # on one device it is the plain function
+    with shown(planned, start=start) as progress:
         for i, batch in enumerate(islice(batches, start, None), start):
             *state, loss = step(*state, batch)
             losses.append(loss)
