@@ -175,7 +175,7 @@ def from_json(text: str, name: str) -> SavedPlan:
             return typed(SavedPlan, {**data, "name": name}, {Placement: _placement})
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         why = f"it has no {error}" if isinstance(error, KeyError) else error
-        wrong = f"{name} is no plan that shardc saved, or was changed so that it is none: {why}."
+        wrong = f"{name} is no plan that shardc saved, or was changed so that it is none: {str(why).rstrip('.')}."
         raise ArgumentError(wrong) from error
     raise ArgumentError(
         f"{name} is a plan of format {made}, and this version of shardc reads format {FORMAT}; plan anew and save that."

@@ -262,10 +262,10 @@ def a_plan(mesh, at):
     ("change", "message"),
     [
         (('"shardc plan": 2', '"shardc plan": 1'), "a plan of format 1, and this version of shardc reads format 2;"),
-        (('"mesh"', '"mash"'), f"{NONE}: TypeError("),
-        (('], ["{data: S(0)}"]]', ']]'), f"{NONE}: ValueError("),
-        (('"{data: S(0)}"', '"{data: Q(0)}"'), f"{NONE}: PlacementError("),
-        (("}", "]"), f"{NONE}: JSONDecodeError("),
+        (('"mesh"', '"mash"'), f"{NONE}: mash, mesh: missing or unknown."),
+        (('], ["{data: S(0)}"]]', ']]'), f"{NONE}: zip() argument 2 is shorter than argument 1."),
+        (('"{data: S(0)}"', '"{data: Q(0)}"'), f"{NONE}: 'data: Q(0)' in '{{data: Q(0)}}' is not an axis"),
+        (("}", "]"), f"{NONE}: Expecting ',' delimiter: line 7"),
     ],
 )  # fmt: skip
 def test_a_file_that_is_no_plan(mesh, change, message):
