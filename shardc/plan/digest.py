@@ -54,7 +54,7 @@ def is_same_program(one: Program, other: Program) -> bool:
 
 def _literals(jaxpr: Jaxpr) -> list[str]:
     atoms = (*(a for e in all_eqns(jaxpr) for a in e.invars), *jaxpr.outvars)
-    return [f"{np.asarray(a.val).tolist()!r} {a.aval}" for a in atoms if compat.is_literal(a)]
+    return [f"{np.asarray(a.val).tolist()!r}" for a in atoms if compat.is_literal(a)]
 
 
 def digests(jaxpr: Jaxpr) -> dict[str, str]:
