@@ -225,7 +225,7 @@ def api_boundary(fn: F) -> F:
 
 _REMOVED: Final = _traceback_util._simplified_tb_msg  # pyright: ignore[reportPrivateUsage]
 FRAMES_NOTE: Final = f"--------------------\n{_REMOVED}"
-"""What JAX notes in an error below a function of `api_boundary`."""
+"""The note that JAX adds to an error below a function of `api_boundary`."""
 _filtering: Final = _traceback_util._filtering_mode  # pyright: ignore[reportPrivateUsage]
 
 
@@ -477,7 +477,7 @@ def number_of(dtype: Any) -> Any:
 
 
 def sum_of_typed(aval: Any) -> ClosedJaxpr:
-    """What differentiation means by the sum of two values of such a dtype; it may be a maximum."""
+    """The sum of two values of such a dtype in differentiation; it may be a maximum."""
     value = jax.ShapeDtypeStruct(aval.shape, aval.dtype)
     return jax.make_jaxpr(functools.partial(aval.dtype._rules.add, aval.dtype))(value, value)
 

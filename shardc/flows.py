@@ -86,8 +86,8 @@ class FlowPlan(PlannedFlow):
 
     @property
     def pending(self) -> dict[str, list[jax.ShapeDtypeStruct]]:
-        """What a run leaves in its `.pending`, described: with the state, all that a later run needs to go on. Empty if
-        nothing is late. For `saved.last(or_else=(state, plan.pending))`."""
+        """Shapes of the values that a run leaves in its `.pending`: with the state, all that a later run needs to go
+        on. Empty if nothing is late. For `saved.last(or_else=(state, plan.pending))`."""
         return LateValues(self.built).shapes()
 
     def trace(self, path: str | Path, *, rounds: int = 8, seconds: Mapping[str, Any] | None = None) -> None:

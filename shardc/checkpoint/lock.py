@@ -68,7 +68,7 @@ class DirectoryLock:
                 self._file = -1
 
     def _holder(self) -> str:
-        """What the holder has written; it may have ended since."""
+        """The text that the holder has written; it may have ended since."""
         with _taking, suppress(OSError):
             if _identity(self._path.stat()) in _mine:
                 return "this process itself, in another `with`"

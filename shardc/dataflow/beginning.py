@@ -117,7 +117,7 @@ class LateValues:
     # -- what a run leaves, and the next one is given
 
     def shapes(self) -> dict[str, list[jax.ShapeDtypeStruct]]:
-        """What a run leaves, described."""
+        """The shapes and shardings of the late values that a run leaves."""
         found: dict[str, list[jax.ShapeDtypeStruct]] = {}
         for name, value in self:
             sharding = value.node.work.gives[value.index].sharding(value.aval)
@@ -128,11 +128,11 @@ class LateValues:
         return found
 
     def entries(self) -> list[tuple[LateValue, int]]:
-        """What a run leaves, in one order in all processes."""
+        """The late values that a run leaves, in one order in all processes."""
         return [(value, k) for _, value in self for k in sorted(value.back, reverse=True)]
 
     def named(self, made: Mapping[tuple[LateValue, int], Any]) -> dict[str, list[Any]]:
-        """What a run leaves, of the values that late rounds made, the oldest first."""
+        """The late values that a run leaves, by name, the oldest first."""
         return {
             name: [made[value, k] for k in sorted(value.back, reverse=True) if (value, k) in made]
             for name, value in self
@@ -185,7 +185,7 @@ class LateValues:
         return None if any(described) else found
 
     def _why(self, strange: Sequence[str]) -> str:
-        """What may be the matter."""
+        """A likely cause."""
         lines: list[str] = []
         if any(" -> " in name or name.startswith(("state ", "returned ")) for name in strange):
             lines.append("It was left by an older shardc, by channels; begin without it.")
@@ -202,7 +202,7 @@ def _same(one: Sequence[int | Fixed], other: Sequence[int | Fixed]) -> bool:
 
 
 Made: TypeAlias = Mapping[tuple[LateValue, int], Any]
-"""What rounds before the first one made, by value and round, counted back: 1 is the last one before it."""
+"""Values of rounds before the first one, by value and round, counted back: 1 is the last one before it."""
 
 
 class Beginning:
@@ -279,7 +279,7 @@ class Beginning:
         )
 
     def left(self, left: Mapping[Message, Sequence[Any]], rounds: int) -> dict[tuple[LateValue, int], Any]:
-        """What the last of so many rounds made and later ones take, from the contents of delayed channels."""
+        """Values of the last of so many rounds that later ones take, from the contents of delayed channels."""
         period = self._plan.network.period
         found: dict[tuple[LateValue, int], Any] = {}
         for (channel, key), messages in left.items():

@@ -81,11 +81,11 @@ def average_text(plan: PlannedFlow, chart: FlowChart | None) -> str:
 
 
 _LEAST: Final = 1e-3
-"""What is in use for less than this share of a round is not listed."""
+"""The smallest share of a round for which a resource is listed."""
 
 
 def _turns(plan: PlannedFlow) -> Section | None:
-    """What several nodes use one after the other, and whether that is sure."""
+    """The resources that several nodes use by turns, and whether that is sure."""
     alike: dict[tuple[str, ...], list[str]] = {}
     for t in plan.turns:
         share = t.seconds / (plan.seconds or t.seconds)
@@ -100,7 +100,8 @@ def _turns(plan: PlannedFlow) -> Section | None:
     if outside is not None and seconds_text(outside) != seconds_text(plan.seconds):
         lines = [
             "Calls in threads count as pure Python, which runs in one thread at a time. If they only wait, or compute "
-            f"outside of Python, a round takes {seconds_text(outside)}: seconds=(of a call, in Python) says how much "
+            f"outside of Python, a round takes {least(plan.unknown)}{seconds_text(outside)}: "
+            "seconds=(of a call, in Python) says how much "
             'they do, record=True measures it, and where="process" gives each an interpreter'
         ]
     return Section("Used in turns", ("what", "by", ">a round", ">of it"), rows, lines) if rows else None

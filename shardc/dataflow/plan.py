@@ -170,7 +170,7 @@ class PlannedFlow:
 
     @cached_property
     def turns(self) -> list[UsedInTurns]:
-        """What several nodes or messages use by turns, the busiest first."""
+        """The resources that several nodes or messages use by turns, the busiest first."""
         net, period = self.network, self.network.period
         users: list[list[str]] = [[] for _ in net.resources]
         for n in self.nodes:

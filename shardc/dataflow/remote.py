@@ -56,12 +56,12 @@ _HAS: Final = "the values that it has"
 _FIRST: Final = "the first item"
 _ITEMS: Final = "the number of items"
 _BESIDE: Final = (_HAS, _FIRST, _ITEMS)
-"""What may differ, or be unknown in some processes."""
+"""Facts that may differ, or be unknown in some processes."""
 
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What a process says of a run before its first round.
+    """The facts of a run that a process says before the first round.
 
     Attributes:
       rounds: how many at most; None: until the inputs or a host function have no more.
@@ -119,7 +119,7 @@ def digest_of(plan: PlannedFlow) -> str:
 
 
 def _same(plan: PlannedFlow, rounds: int | None) -> dict[str, str]:
-    """What is the same in all processes: types and constants, the plan, releases and settings."""
+    """Facts that are the same in all processes: types and constants, the plan, releases and settings."""
     round, source = plan.round, plan.nodes[0]
     items = [(f"leaf {i} of the item", x) for i, x in enumerate(source.results)]
     types = {

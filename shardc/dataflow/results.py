@@ -139,7 +139,7 @@ class RunResults:
         self._logs = {(n, i): found[n.number, i] for n, i in self._logs}
 
     def past(self, rounds: int) -> dict[tuple[LateValue, int], Any]:
-        """What the last of so many rounds made and later ones return, or have as state."""
+        """Values of the last of so many rounds that later ones return, or have as state."""
         outs = self._built.outs
         found: dict[tuple[LateValue, int], Any] = {}
         for i, value in self._late.of_out.items():

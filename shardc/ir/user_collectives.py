@@ -31,7 +31,7 @@ def _bytes(aval: Any) -> int:
 
 @dataclass(frozen=True)
 class UserSend:
-    """What a collective of JAX sends.
+    """The kind and the bytes of a collective of JAX.
 
     Attributes:
       kind: which collective it is.

@@ -148,7 +148,7 @@ class Lateness:
             if e.since is not None and is_old(e) and e.to[0] != node[0]
         ]  # fmt: skip
         reached: dict[Node, tuple[Node, _Edge]] = {}
-        """What is awaited for too long, with the wait by which it was found first."""
+        """The nodes that are awaited for too long, each with the wait by which it was found first."""
         left = begun
         while left:
             node, edge = left.pop()

@@ -1,4 +1,4 @@
-"""What the threads of this process do, as text: asked for when other processes wait for it in vain."""
+"""The threads of this process as text: asked for when other processes wait for it in vain."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ def sections_of(plan: PlanView, width: int | None = None) -> list[Section]:
 
 
 def _cost_words(plan: PlanView) -> list[str]:
-    """What is proved of a plan of one program."""
+    """The proof of a plan of one program."""
     if isinstance(plan, MpmdPlan):
         return []
     text = compared_text(plan)
@@ -162,7 +162,7 @@ def _program_sections(plan: SpmdPlan) -> OwnSections:
 
 
 def _sent_text(plan: SpmdPlan) -> str:
-    """What each device sends in a call: what is known, and the operations that may send more."""
+    """The bytes that each device sends in a call, and the operations that may send more."""
     known = [c for _, c in plan.moves if c.is_known]
     unknown = unknown_among(c for _, c in plan.moves)
     runs = sum(c.count for c in known)
@@ -176,7 +176,7 @@ def _sent_text(plan: SpmdPlan) -> str:
 
 
 def proof_text(plan: PlanView) -> str:
-    """What is proved of a plan."""
+    """The proof of a plan."""
     unknown = not all(c.is_known for _, c in plan.moves)
     return optimality_text(plan.gap) + " but for what is unknown" * unknown
 

@@ -1,4 +1,4 @@
-"""What the nodes of a round use by turns: devices, links, Python's interpreter, cores."""
+"""Resources that the nodes of a round use by turns: devices, links, Python's interpreter, cores."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What steps and messages of a simulated run hold, one after the other: devices, links, interpreters."""
+"""Resources that steps and messages of a simulated run hold by turns: devices, links, interpreters."""
 
 from __future__ import annotations
 

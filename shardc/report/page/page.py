@@ -208,7 +208,7 @@ def _program_data(plan: SpmdPlan) -> dict[str, Any]:
 
 
 UNLAUNCHED: Final = "without launching"
-"""What the times of a program's lines leave out."""
+"""A note on the parts of a call that the times of a program's lines leave out."""
 
 
 def _pipeline_data(plan: MpmdPlan, chart: Chart) -> dict[str, Any]:

@@ -1,1 +1,1 @@
-"""What a process says with its signs of life: how far its training loop is, and for whom it waits."""
+"""The status that a process sends with its signs of life: steps of its training loop, and its waits."""
