@@ -422,6 +422,7 @@ def test_a_repeated_call_that_others_never_make(a_run):
     a, b = run.all(deadline=60.0)
     together(lambda: a.link(1), lambda: b.link(0))
     calls, _ = repeats_of(a, "a"), repeats_of(b, "a")
+    until(lambda: all(call.is_complete for call in a._gathering.values()))
     assert a.repeat(calls)
     run.end(1)
     until(lambda: a.error_within(0.0))

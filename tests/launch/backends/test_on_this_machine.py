@@ -360,8 +360,8 @@ def test_a_terminal_stays_a_terminal(tmp_path):
         if c.me == 0:
             print(sys.stdout.isatty(), os.get_terminal_size().columns)
         c.loop.measured(12, loss=3.2, rate=5300.0)
-        c.waits[0] = lambda: f"process {1 - c.me}"
-        time.sleep(3)
+        with c.waits.during([1 - c.me], "at x"):
+            time.sleep(3)
         print("end")
         """,
     )
@@ -382,8 +382,8 @@ def test_a_terminal_stays_a_terminal(tmp_path):
         os.close(master)
     text = seen.decode()
     assert text.startswith("True 130\r\n")
-    line = "step 12 | loss 3.20 | 5,300 tokens/s | process 0 waits for process 1 | process 1 waits for process 0"
-    assert line in text
+    waits = " | ".join(rf"process {p} waits for process {1 - p} \(at x, \d s\)" for p in (0, 1))
+    assert re.search(rf"step 12 \| loss 3\.20 \| 5,300 tokens/s \| {waits}", text)
     assert "\r\x1b[2Kend\r\n" in text
     assert text.endswith(("end\r\n", "\x1b[2K"))
 
