@@ -1,7 +1,10 @@
 """Eight fake CPU devices for the whole session: set before anything imports jax."""
 
 import os
+import sys
 
+sys.dont_write_bytecode = False  # each worker and each process of a test would compile all files anew
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 os.environ.pop("COLUMNS", None)  # workers of pytest have it, and texts would fold
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
 os.environ["NPROC"] = (
@@ -25,7 +28,7 @@ from jax._src import compiler
 import shardc.machine.mesh
 import shardc.machine.topology
 from shardc.machine.topology import Fabric
-from tests import turns
+from tests import compile_cache, turns
 from tests.releases import IS_OLDEST, OLDEST
 from tests.runtime import watchdog
 
@@ -40,6 +43,12 @@ def pytest_addoption(parser):
 
 
 BEGIN = time.monotonic()
+
+
+def pytest_configure(config):
+    if not hasattr(config, "workerinput"):
+        compile_cache.drop_if_larger()
+    compile_cache.keep()
 
 
 def pytest_collection_modifyitems(config, items):
