@@ -1,17 +1,19 @@
-"""Composes windows: what slices, padding, concatenation and writes do to an array becomes one window of it.
+"""Composes windows: slices, padding, concatenations and writes of one array become one window of it.
 
     q = pad u (1, 1); q[2:] + q[:-2]         -->  pad u (-1, 1) + pad u (1, -1)
     u.at[1:-1].set(f(u[2:], u[:-2]))         -->  select (1 <= i < n - 1) (f (pad u (-1, 1)) (pad u (1, -1))) u
     concatenate u[-1:] u[:-1]                -->  join_ranges u
 
-Arrays of another length (n + 2, n - 2) are cut at other places than their neighbours, and every device sends what lies
-between. Here they are read as *views*: the elements lo ... hi - 1 of a value along each dimension, where lo may be
-negative and hi beyond its end; what lies outside is any number. A view of what is elementwise is the same of its
-operands; a view of a slice or of padding is another view of the operand.
+Arrays of length n, n + 2 and n - 2 that are split over the same devices are cut at different places, and every device
+sends the elements between these places. To avoid this, values are read as *views*. A view is the elements lo ... hi - 1
+of a value along each dimension; lo may be negative and hi beyond the end of the value, and the elements outside are
+undefined. A view of an elementwise result is the same view of its operands; a view of a slice or of a padded array is
+another view of the operand.
 
-Two sweeps. Forwards: for each dimension of a value the size of the array that it comes from, its *home*, and where
-its elements are there; a value of another size is *odd*. Backwards: which views are read of each value. Only views
-along odd dimensions move up; of the others the value is made, and shifted.
+There are two sweeps. The forward sweep finds for each dimension of a value its *home*: the size of the array that the
+value comes from, and the position of its elements there. A dimension whose size is not that of its home is *odd*. The
+backward sweep finds the views that are read of each value. A view along odd dimensions is replaced by views of the
+operands; for any other view the whole value is computed and then shifted.
 """
 
 from __future__ import annotations
@@ -51,13 +53,13 @@ from shardc.sbp.signature import is_extended
 
 
 def compose_windows(program: Program) -> Program:
-    """The program with composed windows; the same object if there is nothing to compose."""
+    """The program after composition; the same object if nothing changes."""
     jaxpr = composed(program.jaxpr)
     return program if jaxpr is program.jaxpr else program.after("compose_windows", jaxpr)
 
 
 def composed(jaxpr: Jaxpr) -> Jaxpr:
-    """The jaxpr with composed windows, nested bodies too; the same object if there is nothing to compose."""
+    """The jaxpr and its nested bodies after composition; the same object if nothing changes."""
     eqns: list[Eqn] = []
     for eqn in jaxpr.eqns:
         bodies = bodies_of(eqn)
@@ -81,14 +83,14 @@ def composed(jaxpr: Jaxpr) -> Jaxpr:
 
 @dataclass
 class _Views:
-    """The views that a jaxpr reads, and how they are made.
+    """The views that a jaxpr reads, and their recipes.
 
     Attributes:
-      facts: what is known of its values.
-      wanted: the views that are read of each variable, in the order in which they were found.
-      recipes: how each is made; the plain equation if there is none.
-      composes: whether anything is composed.
-      made: the atoms of views that are made.
+      facts: the facts about the values of the jaxpr.
+      wanted: the views that are read of each variable, in the order in which the backward sweep found them.
+      recipes: the recipe of each view. A view without one is the whole value, computed by its own equation.
+      composes: whether at least one recipe composes windows.
+      made: the atom that holds each view which the new equations compute.
       eqns: the new equations.
     """
 
@@ -106,7 +108,7 @@ class _Views:
             self.wanted.setdefault(atom, {})[full(atom) if box is None else box] = None
 
     def read(self, eqns: Sequence[Eqn], outvars: Sequence[Atom]) -> None:
-        """Find the views, from the results back."""
+        """Find all views that are read: the backward sweep."""
         for a in outvars:
             self.ask(a)
         for eqn in reversed(eqns):
@@ -120,7 +122,7 @@ class _Views:
             self._choose(v, None)
 
     def _choose(self, out: Var, eqn: Eqn | None) -> None:
-        """A recipe for each view of a variable."""
+        """Choose a recipe for each view that is read of a variable."""
         if eqn is not None and len(self.wanted.get(out, ())) > 1:
             self._share(out, eqn)
         done = set[Box]()
@@ -134,7 +136,7 @@ class _Views:
                         self.ask(a, b)
 
     def _recipe(self, out: Var, box: Box, eqn: Eqn | None) -> Recipe | None:
-        """The recipe of a view; None: the equation itself."""
+        """The recipe of a view. None if the equation itself computes it."""
         seen = cut_dims(out, box)
         if not seen:
             found = None if eqn is None or len(eqn.outvars) > 1 else self._begun(eqn, out)
@@ -142,7 +144,7 @@ class _Views:
             return found
         if (out, box) in self.recipes:
             return self.recipes[out, box]
-        if any(hi <= 0 or lo >= n for (lo, hi), n in zip(box, shape_of(out), strict=True)):  # nothing of it
+        if any(hi <= 0 or lo >= n for (lo, hi), n in zip(box, shape_of(out), strict=True)):  # it lies outside
             shape = tuple(hi - lo for lo, hi in box)
             return Recipe([], lambda: lax.full(shape, 0, out.aval.dtype), like=eqn)
         moved = self.facts.moved.get(out)
@@ -155,7 +157,7 @@ class _Views:
         return shifted(out, inner if odd != seen else full(out), box, eqn)
 
     def _begun(self, eqn: Eqn, out: Var) -> Recipe | None:
-        """The recipe of a whole result, if it begins a composition."""
+        """The recipe of a whole result at which a composition begins. None if none begins there."""
         if (moved := self.facts.moved.get(out)) is not None and self._joins(moved, eqn, out):
             return terms_of(moved, shape_of(out)[moved.dim], eqn)
         if out in self.facts.writes:
@@ -171,7 +173,7 @@ class _Views:
         return way.up(self.facts, eqn, full(out))
 
     def _joins(self, moved: Moved, eqn: Eqn, out: Var) -> bool:
-        """Whether the ranges of a whole result are composed: there are fewer terms than before, or operations."""
+        """Whether composing the ranges of a whole result saves terms or operations."""
         few = any(shape_of(out)[moved.dim] * FEW < shape_of(x)[moved.dim] for x, _ in moved.terms)
         if few or not moved.joins:
             return False
@@ -188,7 +190,7 @@ class _Views:
                 return len(moved.terms) < sum(len(m.terms) for m in known)
 
     def _written(self, write: Write, eqn: Eqn) -> Recipe | None:
-        """A window that is written as a select; None for small ones, and constants."""
+        """A write as a select between the array and the update. None if the update is small or constant."""
         x, update, starts, combine = write
         shape, size = shape_of(x), shape_of(update)
         parts = [d for d, (n, k) in enumerate(zip(shape, size, strict=True)) if n != k]
@@ -207,7 +209,7 @@ class _Views:
         return Recipe([(x, full(x)), (update, box)], written, like=eqn)
 
     def _few_written(self, write: Write, parts: Sequence[int], eqn: Eqn) -> Recipe | None:
-        """A few rows that are written, if they are rows of an array."""
+        """A write of a few rows that come from another array. None if they do not."""
         x, update, starts, combine = write
         moved = None if compat.is_literal(update) else self.facts.moved.get(update)
         if len(parts) > 1 or moved is None or moved.dim != parts[0] or len(moved.terms) != 1:
@@ -222,7 +224,7 @@ class _Views:
         return Recipe([(x, full(x)), (source, full(source))], written, like=eqn)
 
     def _of_ranges(self, moved: Moved, box: Box, eqn: Eqn | None) -> Recipe | None:
-        """A view as ranges, where there are several or few elements are read; None: it moves up otherwise."""
+        """A view as a sum of ranges, if there are several ranges or they have few elements. None otherwise."""
         begin, end = box[moved.dim]
         seen = moved.seen(begin, end)
         for x, ranges in seen.terms:
@@ -234,7 +236,7 @@ class _Views:
         return terms_of(seen, end - begin, eqn) if seen.terms else None
 
     def _share(self, out: Var, eqn: Eqn) -> None:
-        """Several views of one computation: it is made once, where it is at home, and shifted."""
+        """Compute a value of which several views are read once, at the position of its home, and shift it for each."""
         if way_of(eqn) is not ELEMENTWISE or out in self.facts.moved:
             return
         homes, shape = self.facts.homes_of(out), shape_of(out)
@@ -258,7 +260,7 @@ class _Views:
     # forwards
 
     def write(self, eqns: Sequence[Eqn], outvars: Sequence[Atom]) -> tuple[list[Eqn], list[Atom]]:
-        """The equations with composed windows, and the results."""
+        """The new equations, and the results: the forward sweep that makes the views."""
         for eqn in eqns:
             plain = [v for v in eqn.outvars if (v, full(v)) in self.recipes]
             for v in plain:
@@ -269,7 +271,7 @@ class _Views:
         return self.eqns, [self.view(a, full(a), None) for a in outvars]
 
     def view(self, atom: Atom, box: Box, reader: Eqn | None) -> Atom:
-        """A view of a value, made where it is read first. Long chains of views are made without recursion."""
+        """The atom of a view. Its equations come before the first equation that reads it. Works without recursion."""
         todo = [(atom, box, reader)]
         while todo:
             a, b, like = todo[-1]
@@ -287,7 +289,7 @@ class _Views:
         return atom if compat.is_literal(atom) else self.made.get((atom, box), atom)
 
     def _is_there(self, atom: Atom, box: Box) -> bool:
-        """Whether a view need not be made: it is the value itself, or was made before."""
+        """Whether a view exists already: it is the value itself, or was made before."""
         if compat.is_literal(atom) or (atom, box) in self.made:
             return True
         return (atom, box) not in self.recipes and not cut_dims(atom, box)

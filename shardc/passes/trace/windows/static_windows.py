@@ -1,9 +1,9 @@
-"""Static forms of what reads and writes a window at constants.
+"""Static forms of operations that read or write a window at a constant position.
 
 gather x [1], dynamic_slice x 1      -->  slice x
 reshape (broadcast x), of x's shape  -->  x
 conv (pad x 0)                       -->  conv x, with more padding
-scatter x [1] u, dynamic_update_slice x u 1: a `Write`; if x is constant: pad u
+scatter x [1] u, dynamic_update_slice x u 1  -->  a `Write`; pad u if x is constant
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ _COMBINES: Final[Mapping[str, Any]] = {
 
 
 class Write(NamedTuple):
-    """A window of `x` that is combined with `update`, from `starts` on. `combine` None: overwritten."""
+    """A write of `update` into `x` at `starts`.
+
+    `combine` joins old and new elements; None if the new ones replace the old.
+    """
 
     x: Atom
     update: Atom
@@ -36,7 +39,7 @@ class Write(NamedTuple):
 
 
 def constant(atom: Atom, made: Mapping[Var, Eqn]) -> Any:
-    """The value of a few numbers that depend on nothing; None if unknown."""
+    """The value of an array of at most 16 elements that depends on no input. None if it is unknown."""
     if compat.is_literal(atom):
         return np.asarray(atom.val)
     eqn = made.get(atom)
@@ -56,7 +59,7 @@ _SHAPED: Final = ("broadcast_in_dim", "concatenate", "convert_element_type", "re
 
 
 def fill_of(atom: Atom, made: Mapping[Var, Eqn]) -> Atom | None:
-    """The scalar that all elements of an array are; None if unknown."""
+    """The scalar that every element of an array is equal to. None if it is unknown."""
     eqn = None if compat.is_literal(atom) else made.get(atom)
     if eqn is None or eqn.primitive.name != "broadcast_in_dim" or eqn.invars[0].aval.shape:
         return None
@@ -84,7 +87,7 @@ def is_zeros(atom: Atom, made: Mapping[Var, Eqn]) -> bool:
 
 
 def same_as(eqn: Eqn, made: Mapping[Var, Eqn]) -> Atom | None:
-    """The value that an equation only copies; None if it does not."""
+    """The operand that an equation returns unchanged. None if it changes it."""
     if eqn.primitive.name == "concatenate":
         parts = [a for a in eqn.invars if a.aval.shape[eqn.params["dimension"]]]
         return parts[0] if len(parts) == 1 and not compat.is_literal(parts[0]) else None
@@ -118,7 +121,7 @@ _OF_ONES: Final = ("reshape", "broadcast_in_dim", "squeeze", "expand_dims", "red
 
 
 def static_form(eqn: Eqn, made: Mapping[Var, Eqn]) -> list[Eqn]:
-    """The equation, or the equations of its static form."""
+    """The equations of the static form; the equation alone if it has none."""
     name = eqn.primitive.name
     if name == "gather":
         return _slice(eqn, _gathered(eqn, made), eqn.params["slice_sizes"])
@@ -132,7 +135,7 @@ def static_form(eqn: Eqn, made: Mapping[Var, Eqn]) -> list[Eqn]:
 
 
 def _with_all_dimensions(eqn: Eqn) -> list[Eqn]:
-    """A scatter of rows, `x.at[1].set(u)`, as one of a window of the operand's rank."""
+    """A scatter of rows, such as `x.at[1].set(u)`, as a scatter of a window that has the rank of `x`."""
     numbers = eqn.params["dimension_numbers"]
     inserted = numbers.inserted_window_dims
     x, indices, update = eqn.invars
@@ -151,7 +154,7 @@ def _with_all_dimensions(eqn: Eqn) -> list[Eqn]:
 
 
 def write_of(eqn: Eqn, made: Mapping[Var, Eqn]) -> Write | None:
-    """The write that an equation is; None if its place is not known, or it is none."""
+    """The write that an equation performs. None if it writes nothing, or at an unknown position."""
     name = eqn.primitive.name
     if name == "dynamic_update_slice":
         x, update, *at = eqn.invars
@@ -169,7 +172,7 @@ def write_of(eqn: Eqn, made: Mapping[Var, Eqn]) -> Write | None:
 
 
 def padded_form(eqn: Eqn, write: Write, made: Mapping[Var, Eqn]) -> Eqn | None:
-    """A write into a constant as padding; None if it is none."""
+    """A write into a constant array as padding of the update. None if the array is not constant."""
     fill = fill_of(write.x, made)
     adds = eqn.primitive.name == "scatter-add"
     if fill is None or not (write.combine is None or (adds and is_zero(fill, made))):
@@ -205,7 +208,7 @@ def _gathered(eqn: Eqn, made: Mapping[Var, Eqn]) -> tuple[int, ...] | None:
 def _starts(
     indices: Atom, mapped: Sequence[int], x: Atom, sizes: Sequence[int], made: Mapping[Var, Eqn]
 ) -> tuple[int, ...] | None:
-    """The corner of one window at a constant index; None if there are several, or it lies outside."""
+    """The first element of the window at a constant index. None for several windows, or one that is partly outside."""
     at = constant(indices, made) if len(indices.aval.shape) == 1 else None
     if at is None:
         return None
@@ -224,7 +227,7 @@ def _clamped(eqn: Eqn, at: Sequence[Atom], made: Mapping[Var, Eqn], sizes: Seque
 
 
 def _padded_convolution(eqn: Eqn, made: Mapping[Var, Eqn]) -> list[Eqn]:
-    """A convolution of what is padded with zeros, whose padding is the convolution's own."""
+    """A convolution of an array padded with zeros as a convolution of the array with more padding."""
     (x, kernel), p = eqn.invars, compat.params_of(eqn)
     above = None if compat.is_literal(x) else made.get(x)
     wider = above if above is not None and adds_ones(above) and above.primitive.name == "broadcast_in_dim" else None

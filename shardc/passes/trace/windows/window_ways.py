@@ -1,7 +1,7 @@
-"""How views pass operations (`compose_windows`): where values come from, and what a view of a result reads.
+"""The ways of views through operations, for `compose_windows`: the views of operands that a view of a result reads.
 
-Forwards, `Facts` finds for each dimension of a value the size of the array that it comes from, its *home*, and where
-its elements are there; a value of another size is *odd*. It also finds sums of ranges of one array.
+`Facts` is the forward sweep: it finds the home of each dimension of a value (`compose_windows` defines it), and the
+values that are sums of ranges of one array.
 """
 
 from __future__ import annotations
@@ -23,17 +23,21 @@ from shardc.sbp.rules.slicing import FEW
 from shardc.sbp.signature import Ranges, family_of, is_extended
 
 Box: TypeAlias = tuple[tuple[int, int], ...]
-"""The view of a value: begin and end along each dimension; both may lie outside."""
+"""A view of a value: begin and end along each dimension. Both may lie outside of the value."""
 
 MOST_RANGES: Final = 8
 MOST_TERMS: Final = 4
 MOST_ROWS: Final = 4
-"""Rows of a wall that are broadcast one by one."""
+"""Rows of a boundary that are broadcast one by one."""
 
 
 class Home(NamedTuple):
-    """Where the elements of a value are along one dimension: element 0 is element `first` ... `last` of an array of
-    `size` (operands may differ)."""
+    """The home of one dimension of a value.
+
+    Attributes:
+      size: of the array that the value comes from.
+      first, last: the least and the greatest position there of the value's element 0: operands may have several.
+    """
 
     size: int
     first: int = 0
@@ -44,15 +48,20 @@ class Home(NamedTuple):
 
 
 class Moved(NamedTuple):
-    """A value that is a sum of terms: each consists of ranges of one array along `dim`, with zeros elsewhere. `joins`:
-    not slices alone."""
+    """A value that is a sum of terms.
+
+    Attributes:
+      dim: the dimension along which the terms consist of ranges.
+      terms: for each term its array, and the ranges of it; all other elements are zeros.
+      joins: whether a padding, a concatenation or a sum is among the operations that made it, and not slices alone.
+    """
 
     dim: int
     terms: tuple[tuple[Var, Ranges], ...]
     joins: bool
 
     def seen(self, begin: int, end: int) -> Moved:
-        """The terms of a view."""
+        """The sum of which a view from `begin` to `end` consists."""
         found: list[tuple[Var, Ranges]] = []
         for source, ranges in self.terms:
             inside: list[tuple[int, int, int]] = []
@@ -65,13 +74,13 @@ class Moved(NamedTuple):
         return self._replace(terms=tuple(found))
 
     def placed(self, at: int) -> Moved:
-        """These terms, `at` elements further on."""
+        """The same sum, moved by `at` elements."""
         terms = tuple((x, tuple((a + at, start, stop) for a, start, stop in ranges)) for x, ranges in self.terms)
         return self._replace(terms=terms)
 
 
 def _sum_of(dim: int, terms: Sequence[tuple[Var, Ranges]]) -> Moved:
-    """The sum of terms, in as few as possible: ranges of one array that do not meet are in one."""
+    """The sum of terms. Ranges of one array that do not overlap become one term, so that there are few."""
     packed: dict[Var, list[list[tuple[int, int, int]]]] = {}
     for source, ranges in terms:
         packed.setdefault(source, []).append(list(ranges))
@@ -106,7 +115,7 @@ def shape_of(atom: Atom) -> tuple[int, ...]:
 
 
 def full(atom: Atom) -> Box:
-    """The view of the value itself."""
+    """The view that is the whole value."""
     return tuple((0, n) for n in shape_of(atom))
 
 
@@ -116,14 +125,15 @@ def cut_dims(atom: Atom, box: Box) -> list[int]:
 
 
 class Facts:
-    """Facts about values, read off the equations that make them.
+    """Facts about values, from the equations that compute them.
 
     Attributes:
-      made: the equation of each variable.
-      homes: where variables come from; others are at home.
-      moved: variables that consist of ranges of one array.
-      writes: variables that are an array with a window written.
-      folded: whether padding became part of a convolution.
+      made: the equation that computes each variable.
+      homes: the homes of variables with an odd dimension. Every other variable is its own home.
+      moved: the sums of ranges that variables are.
+      writes: the writes that make variables.
+      same: the variables that are copies, and the atoms that they copy.
+      folded: whether the padding of some array became padding of a convolution.
     """
 
     def __init__(self) -> None:
@@ -138,7 +148,7 @@ class Facts:
         return atom if compat.is_literal(atom) else self.same.get(atom, atom)
 
     def add(self, eqn: Eqn) -> list[Eqn]:
-        """The static form of an equation; none if it only copies a value."""
+        """Learn from an equation. Returns its static form: no equation if it only copies a value."""
         if any(a in self.same for a in eqn.invars if not compat.is_literal(a)):
             eqn = eqn.replace(invars=[self.named(a) for a in eqn.invars])
         copied = same_as(eqn, self.made)
@@ -185,7 +195,7 @@ class Facts:
         return self.homes_of(atom)[d].size != shape_of(atom)[d]
 
     def moves_of(self, atom: Atom, dim: int) -> Moved | None:
-        """An array as ranges along a dimension: of its source, or all of itself."""
+        """A value as a sum of ranges along a dimension; if none is known, one range that is the whole value."""
         if compat.is_literal(atom):
             return None
         found = self.moved.get(atom)
@@ -231,7 +241,7 @@ def _joined(facts: Facts, eqn: Eqn) -> Moved | None:
 
 
 def _added(facts: Facts, eqn: Eqn) -> Moved | None:
-    """A sum of sums: gradients of slices, of rotations, of padding that repeats elements."""
+    """The sum of two values that are sums of ranges, as in gradients of slices, rotations and repeating padding."""
     known = [m for a in eqn.invars if not compat.is_literal(a) and (m := facts.moved.get(a)) is not None]
     if len(known) != 2 or known[0].dim != known[1].dim:
         return None
@@ -248,12 +258,13 @@ _MOVERS: Final[Mapping[str, Callable[[Facts, Eqn], Moved | None]]] = {
 
 @dataclass
 class Recipe:
-    """How a view is made: `fn` of views of other values. `eqn`: the equation itself, of other operands.
+    """A recipe: the computation of a view from views of other values.
 
     Attributes:
-      reads: the values that it reads, and their views.
-      fn: what it does with them; None: nothing.
-      like: the equation that gives its source line.
+      reads: the values that it reads, and the view of each.
+      fn: a JAX function of these views. None if the only view is the result itself.
+      eqn: the equation that is applied to these views instead of `fn`.
+      like: the equation whose source line the new equations get.
     """
 
     reads: list[tuple[Atom, Box]]
@@ -263,12 +274,12 @@ class Recipe:
 
 
 class Way(NamedTuple):
-    """How views pass an operation.
+    """The way of views through an operation.
 
     Attributes:
-      homes: where its result comes from.
-      up: the recipe of a view of the result.
-      begins: whether the view of its whole result is composed.
+      homes: the homes of its result.
+      up: the recipe of a view of its result.
+      begins: whether a composition begins at its whole result.
     """
 
     homes: Callable[[Facts, Eqn], Sequence[Home]]
@@ -277,7 +288,7 @@ class Way(NamedTuple):
 
 
 def way_of(eqn: Eqn) -> Way | None:
-    """The way of an operation; None: it stays as it is."""
+    """The way through an operation. None if views do not pass it."""
     found = WAYS.get(eqn.primitive.name)
     if found is not None or len(eqn.outvars) != 1 or eqn.effects or not eqn.invars:
         return found
@@ -285,7 +296,7 @@ def way_of(eqn: Eqn) -> Way | None:
 
 
 def _same_homes(facts: Facts, eqn: Eqn) -> Sequence[Home]:
-    """Homes of an elementwise result: those of its odd operands."""
+    """The homes of an elementwise result: those of its odd operands."""
     out = shape_of(eqn.outvars[0])
     found = [Home(n) for n in out]
     for a in eqn.invars:
@@ -319,7 +330,7 @@ def _slice_homes(facts: Facts, eqn: Eqn) -> Sequence[Home]:
 
 
 def _slice_up(facts: Facts, eqn: Eqn, box: Box) -> Recipe:
-    """A view of a slice; strided dimensions are sliced after it."""
+    """The recipe of a view of a slice. Dimensions with a stride are sliced after the view is read."""
     (x,), out = eqn.invars, eqn.outvars[0]
     starts, limits, steps = eqn.params["start_indices"], eqn.params["limit_indices"], _strides(eqn)
     above = tuple(
@@ -336,7 +347,7 @@ def _slice_up(facts: Facts, eqn: Eqn, box: Box) -> Recipe:
 
 
 def _slice_begins(facts: Facts, eqn: Eqn) -> bool:
-    """A slice of something longer than its home, or one that is home again."""
+    """Whether a slice is of an array longer than its home, or has the size of the home again."""
     x, out = eqn.invars[0], shape_of(eqn.outvars[0])
     for d, (h, n) in enumerate(zip(facts.homes_of(x), shape_of(x), strict=True)):
         if h.size != n != out[d] and (n > h.size or out[d] == h.size) and _strides(eqn)[d] == 1:
@@ -391,7 +402,7 @@ def _both(a: Any, b: Any) -> Any:
 
 
 def _join_homes(facts: Facts, eqn: Eqn) -> Sequence[Home]:
-    """Homes of the longest operand."""
+    """The homes of a concatenation: those of its longest operand."""
     d = eqn.params["dimension"]
     sizes = [shape_of(a)[d] for a in eqn.invars]
     i = int(np.argmax(sizes))
@@ -399,7 +410,7 @@ def _join_homes(facts: Facts, eqn: Eqn) -> Sequence[Home]:
 
 
 def _join_up(facts: Facts, eqn: Eqn, box: Box) -> Recipe:
-    """A view of joined parts: each where it is."""
+    """The recipe of a view of a concatenation: a select between views of the operands."""
     d, begin = eqn.params["dimension"], 0
     (lo, hi), reads, made, ends = box[d], [], [], []
     for a in eqn.invars:
@@ -436,7 +447,8 @@ def _part(facts: Facts, a: Atom, box: Box, d: int, begin: int) -> tuple[tuple[At
 
 
 def _rows_at(x: Any, d: int, at: int, size: int) -> Any:
-    """A few rows where they belong; elsewhere any of them. Nothing of a row that is whole on each device moves."""
+    """A few rows at their positions in a larger array, whose other elements are undefined. Rows that every device holds
+    whole are not sent."""
     shape = (*x.shape[:d], size, *x.shape[d + 1 :])
     rows = [
         lax.broadcast_in_dim(lax.slice_in_dim(x, i, i + 1, axis=d), shape, range(len(shape))) for i in range(x.shape[d])
@@ -454,7 +466,7 @@ def _join_begins(facts: Facts, eqn: Eqn) -> bool:
 
 
 def _dims_way(along: Callable[[Eqn], Sequence[int | None]], made: Callable[..., Any]) -> Way:
-    """The way of an operation whose dimension d is dimension `along[d]` of its operand."""
+    """The way through an operation whose dimension d is dimension `along(eqn)[d]` of its operand."""
 
     def homes(facts: Facts, eqn: Eqn) -> Sequence[Home]:
         above = facts.homes_of(eqn.invars[0])
@@ -480,7 +492,7 @@ def _of_broadcast(eqn: Eqn) -> Sequence[int | None]:
 
 
 def _of_ones(eqn: Eqn) -> Sequence[int | None]:
-    """Dimensions of a reshape that only adds and removes sizes of 1; none pass any other."""
+    """The operand's dimensions of a reshape that only adds and removes dimensions of size 1; all None for any other."""
     old, new = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
     left = [k for k, n in enumerate(old) if n != 1]
     if eqn.params.get("dimensions") is not None and eqn.primitive.name == "reshape":
@@ -512,7 +524,7 @@ def _convolution_homes(facts: Facts, eqn: Eqn) -> Sequence[Home]:
 
 
 def _convolution_up(facts: Facts, eqn: Eqn, box: Box) -> Recipe:
-    """A view of a convolution is one with other padding."""
+    """The recipe of a view of a convolution: the convolution with other padding."""
     out, p = eqn.outvars[0], compat.params_of(eqn)
     padding = [tuple(map(int, side)) for side in p["padding"]]
     for i, (d, _) in enumerate(_space(eqn).values()):
@@ -542,7 +554,7 @@ WAYS: Final[Mapping[str, Way]] = {
 
 
 def from_ranges(x: Any, dim: int, size: int, ranges: Ranges) -> Any:
-    """Ranges of an array and zeros, by the simplest operation."""
+    """An array of zeros and of ranges of `x`, by the simplest operation that makes it."""
     n = x.shape[dim]
     if len(ranges) == 1 and (edge := edges_of(ranges[0], size, n)) is not None:
         return (
@@ -554,14 +566,14 @@ def from_ranges(x: Any, dim: int, size: int, ranges: Ranges) -> Any:
 
 
 def edges_of(one: tuple[int, int, int], size: int, n: int) -> tuple[int, int] | None:
-    """The padding that is one range and zeros; None if elements beside the range lie inside the result."""
+    """The padding of an array of `n` elements that gives one range and zeros. None if no padding does."""
     at, start, stop = one
     end = at + stop - start
     return (at - start, size - end - (n - stop)) if (not start or not at) and (stop == n or end == size) else None
 
 
 def shifted(out: Var, held: Box, box: Box, eqn: Eqn | None) -> Recipe:
-    """A view from another one, shifted."""
+    """The recipe that shifts the view `held` of a value to the view `box`."""
     widths = [(h[0] - lo, hi - h[1], 0) for h, (lo, hi) in zip(held, box, strict=True)]
     return Recipe([(out, held)], lambda x: lax.pad(x, np.zeros((), x.dtype), widths), like=None)
 
