@@ -64,6 +64,11 @@ class Loop:
         )  # fmt: skip
 
     @property
+    def reverse(self) -> bool:
+        """Whether it begins with the last row."""
+        return self.eqn.params["reverse"]
+
+    @property
     def operands(self) -> dict[Var, Atom]:
         """The inputs of the body, each with its operand, in order."""
         return {**self.consts, **{c.before: c.start for c in self.carries}, **self.rows}
