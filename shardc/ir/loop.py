@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Sized
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
-from typing import TypeVar
 
 from shardc import compat
 from shardc.compat import Atom, Eqn, Jaxpr, Var
 from shardc.ir.nested import bodies_of, scan_params, trips_of
 from shardc.ir.walk import reads_of
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -104,9 +100,3 @@ class Loop:
         read = reads_of(eqns, self.results.values())
         consts, rows = ({v: a for v, a in role.items() if v in read} for role in (self.consts, self.rows))
         return replace(self, eqns=eqns, consts=consts, rows=rows)
-
-
-def parted(values: Iterable[T], *roles: Sized) -> list[list[T]]:
-    """Values that stand one after the other, in lists as long as these roles."""
-    rest = iter(values)
-    return [list(islice(rest, len(role))) for role in roles]

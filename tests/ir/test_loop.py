@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +13,13 @@ import pytest
 from jax import lax
 from jax.extend.core import check_jaxpr, jaxpr_as_fun
 
+import shardc
 from shardc import compat
-from shardc.ir.loop import Loop, parted
+from shardc.ir.loop import Loop
+from shardc.ir.nested import parted
+
+PACKAGE = Path(shardc.__file__).parent
+ROLES = {"consts", "carries", "rows", "rows_at", "stacks", "cond_consts", "body_consts"}
 
 GIVEN = np.full(4, 0.5, np.float32), np.ones(4, np.float32), np.arange(12, dtype=np.float32).reshape(3, 4)
 
@@ -47,7 +54,7 @@ def test_roles(program):
     assert [len(loop.consts), len(loop.carries), len(loop.rows), len(loop.stacks), loop.length] == [1, 2, 1, 2, 3]
     assert [*loop.operands.items()] == [*zip(loop.body.invars, loop.eqn.invars, strict=True)]
     assert [*loop.results.items()] == [*zip(loop.eqn.outvars, loop.body.outvars, strict=True)]
-    assert parted("abcde", loop.consts, loop.carries, loop.rows) == [["a"], ["b", "c"], ["d"]]
+    assert parted("abcde", loop.consts, loop.carries, loop.rows) == (["a"], ["b", "c"], ["d"])
     for got, want in zip(run(program, loop), jax.tree.leaves(scanned(*GIVEN)), strict=True):
         np.testing.assert_array_equal(got, want)
 
@@ -62,3 +69,16 @@ def test_less_of_a_loop(program):
     np.testing.assert_array_equal(*run(program, less), scanned(*GIVEN)[1][1])
     more = {loop.stack_of(c.before): c.before for c in loop.carries}
     assert run(program, replace(loop, stacks=more))[2].shape == GIVEN[2].shape
+
+
+def test_nothing_else_counts_operands():
+    """No slice names constants, carries or rows outside of the files that read scans and while loops."""
+    wrong = [
+        f"{path.relative_to(PACKAGE)}:{node.lineno}: {ast.unparse(node)}"
+        for path in sorted(PACKAGE.rglob("*.py"))
+        if path.relative_to(PACKAGE).as_posix() not in ("ir/loop.py", "ir/nested.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Slice | ast.BinOp)
+        if any(isinstance(n, ast.Attribute) and n.attr in ROLES for n in ast.walk(node.slice))
+    ]
+    assert not wrong, "Take them from a Loop (ir/loop.py):\n" + "\n".join(wrong)

@@ -21,8 +21,8 @@ from typing import Final, TypeAlias
 
 from shardc import compat
 from shardc.compat import Atom, Eqn, Jaxpr, Var
-from shardc.ir.loop import Loop, parted
-from shardc.ir.nested import NESTED, bodies_of, trips_of, with_bodies
+from shardc.ir.loop import Loop
+from shardc.ir.nested import NESTED, bodies_of, parted, trips_of, with_bodies
 from shardc.ir.walk import renamed, with_atoms
 from shardc.passes.trace.canonicalize import with_own_bodies
 
