@@ -141,7 +141,7 @@ def with_nested(eqn: Eqn, bodies: Sequence[Jaxpr], fixed: Sequence[int], carries
     """The parameters of a nested equation with other bodies, of which those of loops have other numbers of inputs."""
     match eqn.primitive.name:
         case "scan":
-            return scan_params(eqn, bodies[0], fixed[0], carries)
+            return scan_params(eqn, bodies[0], fixed[0], carries, trips_of(eqn))
         case "while":
             counts = {"cond_nconsts": fixed[0], "body_nconsts": fixed[1]}
             return with_bodies(eqn, bodies) | counts
@@ -149,11 +149,9 @@ def with_nested(eqn: Eqn, bodies: Sequence[Jaxpr], fixed: Sequence[int], carries
             return with_bodies(eqn, bodies)
 
 
-def scan_params(eqn: Eqn, body: Jaxpr, consts: int, carries: int, length: int | None = None) -> dict[str, Any]:
-    """The parameters of a scan like `eqn` with another body, other numbers of operands, or another length."""
-    params = {**eqn.params, "jaxpr": close(body)}
-    if length is not None:
-        params["length"] = length
+def scan_params(eqn: Eqn, body: Jaxpr, consts: int, carries: int, length: int) -> dict[str, Any]:
+    """The parameters of a scan like `eqn` with another body, other numbers of operands, and another length."""
+    params = {**eqn.params, "jaxpr": close(body), "length": length}
     if "linear" in params:
         params["linear"] = (False,) * len(body.invars)
     return params | with_scan_counts(params, consts, carries, (len(body.invars), len(body.outvars)))

@@ -180,8 +180,8 @@ def _scan(
       gives: values that it stacks for the other part, by their stacks.
       takes: values that it reads from the other part, with their stacks.
     """
-    part = replace(
+    mine = replace(
         loop, carries=[c for c in loop.carries if c.end in results], rows={**loop.rows, **takes},
         stacks={**{v: row for v, row in loop.stacks.items() if v in results}, **gives},
     )  # fmt: skip
-    return with_own_bodies(part.reading(eqns).equation())  # the two scans share no variables
+    return with_own_bodies(mine.reading(eqns).equation())  # the two scans share no variables
