@@ -19,7 +19,8 @@ from benchmarks.tables import new_table
 from shardc import compat
 from shardc.compat import Atom, Eqn, Jaxpr, Var
 from shardc.ir.box import Boxed, box_p
-from shardc.ir.nested import REMAT, bodies_of, scan_of, trips_of
+from shardc.ir.loop import Loop
+from shardc.ir.nested import REMAT, bodies_of, trips_of
 from shardc.ir.walk import local_bytes
 from shardc.passes.estimate.plan_cost import plan_cost
 from shardc.plans import Plan
@@ -59,11 +60,9 @@ def _scans(jaxpr: Jaxpr, times: int) -> Iterator[tuple[Eqn, int]]:
 
 
 def _waits(plan: Plan, scan: Eqn, trips: int) -> Waits:
-    view = scan_of(scan)
-    body = view.body
-    sizes = plan.mesh.sizes
-    rows = set(body.invars[view.rows_at :])
-    there: dict[Var, float] = dict.fromkeys(rows, 0.0)  # of rows and what is gathered of them: when it is there
+    loop = Loop.of(scan)
+    body, sizes = loop.body, plan.mesh.sizes
+    there: dict[Var, float] = dict.fromkeys(loop.rows, 0.0)  # of rows and what is gathered of them: when it is there
     now = links = waited = 0.0
     size = 0
     for eqn, read in _inlined(body, {}):

@@ -118,7 +118,7 @@ class PipelineExecutable:
         for mesh in dict.fromkeys(self.meshes):
             note_stages(mesh, [s.number for s in plan.stages if meshes[s.rank] == mesh])
         here = {meshes[r] for r in range(len(meshes)) if self.places.is_here(r)}
-        count = plan.cut.loop.microbatches
+        count = plan.cut.loop.length
         numbers = {m: _numbers(count, m) if m in here else [] for m in dict.fromkeys(self.meshes)}
         self._states = [_StageState(s, m, numbers[m]) for s, m in zip(plan.stages, self.meshes, strict=True)]
         pieces = plan.pieces

@@ -5,11 +5,14 @@ Where one of these keeps its bodies, and how it counts its operands, depends on 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Sized
 from dataclasses import dataclass
-from typing import Any, Final
+from itertools import islice
+from typing import Any, Final, TypeVar
 
 from shardc.compat import Atom, Eqn, Jaxpr, Var, close, rounds_of, scan_counts, with_scan_counts
+
+T = TypeVar("T")
 
 REMAT: Final = ("remat2", "checkpoint", "remat")
 
@@ -92,6 +95,11 @@ class Body:
         return self.operands[self.fixed : self.rows_at]
 
     @property
+    def befores(self) -> Sequence[Var]:
+        """The inputs that are carries."""
+        return self.jaxpr.invars[self.fixed : self.rows_at]
+
+    @property
     def inputs(self) -> list[tuple[Var, int]]:
         """Each input, and the number of the operand that it takes."""
         return list(zip(self.jaxpr.invars, self.operands, strict=True))
@@ -104,20 +112,23 @@ class Body:
         """The inputs that are the same in every round, and their operands."""
         return self.given(eqn)[: self.fixed]
 
+    def rows(self, eqn: Eqn) -> list[tuple[Var, Atom]]:
+        """The inputs that are rows, and their stacks."""
+        return self.given(eqn)[self.rows_at :]
+
 
 def nested_bodies(eqn: Eqn) -> list[Body]:
     """The bodies of a nested equation, in order; empty for other equations."""
     operands, results = range(len(eqn.invars)), range(len(eqn.outvars))
     match eqn.primitive.name:
         case "scan":
-            scan = scan_of(eqn)
-            return [Body(scan.body, operands, results, scan.consts, scan.carries, scan.length)]
+            return [Body(bodies_of(eqn)[0], operands, results, *scan_counts(eqn.params), trips_of(eqn))]
         case "while":
             loop, trips = while_of(eqn), trips_of(eqn)
-            first, carried = operands[: loop.cond_consts], operands[loop.carries_at :]
+            first, then, carried = parted(operands, loop.cond_consts, loop.body_consts, loop.carries)
             return [
                 Body(loop.cond, (*first, *carried), range(0), len(first), len(carried), trips),
-                Body(loop.body, operands[len(first) :], results, loop.body_consts, len(carried), trips),
+                Body(loop.body, (*then, *carried), results, len(then), len(carried), trips),
             ]
         case "cond":
             operands = operands[1:]
@@ -130,7 +141,7 @@ def with_nested(eqn: Eqn, bodies: Sequence[Jaxpr], fixed: Sequence[int], carries
     """The parameters of a nested equation with other bodies, of which those of loops have other numbers of inputs."""
     match eqn.primitive.name:
         case "scan":
-            return scan_params(eqn, bodies[0], fixed[0], carries)
+            return scan_params(eqn, bodies[0], fixed[0], carries, trips_of(eqn))
         case "while":
             counts = {"cond_nconsts": fixed[0], "body_nconsts": fixed[1]}
             return with_bodies(eqn, bodies) | counts
@@ -138,43 +149,9 @@ def with_nested(eqn: Eqn, bodies: Sequence[Jaxpr], fixed: Sequence[int], carries
             return with_bodies(eqn, bodies)
 
 
-@dataclass(frozen=True, slots=True)
-class Scan:
-    """A scan: its operands are constants, carries and stacked rows; its results are carries and stacked rows.
-
-    Attributes:
-      body: takes constants, carries and one row of each stack; gives carries and one row of each stack.
-      consts, carries: numbers of operands.
-      length: number of rounds.
-      reverse: whether it begins with the last row.
-      unroll: rounds in one iteration of the compiled loop, as `jax.lax.scan` takes it.
-    """
-
-    body: Jaxpr
-    consts: int
-    carries: int
-    length: int
-    reverse: bool
-    unroll: Any
-
-    @property
-    def rows_at(self) -> int:
-        """Number of the first operand that is a stack of rows."""
-        return self.consts + self.carries
-
-
-def scan_of(eqn: Eqn) -> Scan:
-    """The view of a scan equation."""
-    p = eqn.params
-    consts, carries = scan_counts(p)
-    return Scan(p["jaxpr"].jaxpr, consts, carries, p["length"], p["reverse"], p["unroll"])
-
-
-def scan_params(eqn: Eqn, body: Jaxpr, consts: int, carries: int, length: int | None = None) -> dict[str, Any]:
-    """The parameters of a scan like `eqn` with another body, other numbers of operands, or another length."""
-    params = {**eqn.params, "jaxpr": close(body)}
-    if length is not None:
-        params["length"] = length
+def scan_params(eqn: Eqn, body: Jaxpr, consts: int, carries: int, length: int) -> dict[str, Any]:
+    """The parameters of a scan like `eqn` with another body, other numbers of operands, and another length."""
+    params = {**eqn.params, "jaxpr": close(body), "length": length}
     if "linear" in params:
         params["linear"] = (False,) * len(body.invars)
     return params | with_scan_counts(params, consts, carries, (len(body.invars), len(body.outvars)))
@@ -182,23 +159,25 @@ def scan_params(eqn: Eqn, body: Jaxpr, consts: int, carries: int, length: int | 
 
 @dataclass(frozen=True, slots=True)
 class While:
-    """A while loop: its operands are constants of the condition, constants of the body, and carries."""
+    """A while loop: its condition, its body, and by role its operands: constants of each, and carries."""
 
     cond: Jaxpr
     body: Jaxpr
-    cond_consts: int
-    body_consts: int
-
-    @property
-    def carries_at(self) -> int:
-        """Number of the first operand that is a carry."""
-        return self.cond_consts + self.body_consts
+    cond_consts: Sequence[Atom]
+    body_consts: Sequence[Atom]
+    carries: Sequence[Atom]
 
 
 def while_of(eqn: Eqn) -> While:
     """The view of a while equation."""
-    p = eqn.params
-    return While(p["cond_jaxpr"].jaxpr, p["body_jaxpr"].jaxpr, p["cond_nconsts"], p["body_nconsts"])
+    (cond, body), first, then = bodies_of(eqn), eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    return While(cond, body, eqn.invars[:first], eqn.invars[first : first + then], eqn.invars[first + then :])
+
+
+def parted(values: Iterable[T], *roles: Sized) -> tuple[list[T], ...]:
+    """Values that stand one after the other, in lists as long as these roles."""
+    rest = iter(values)
+    return tuple(list(islice(rest, len(role))) for role in roles)
 
 
 def is_recompute(eqn: Eqn) -> bool:

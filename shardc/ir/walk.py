@@ -26,8 +26,9 @@ def renamed(atoms: Iterable[Atom], names: Mapping[Var, Atom]) -> list[Atom]:
 
 
 def with_atoms(eqn: Eqn, names: Mapping[Var, Atom]) -> Eqn:
-    """`eqn` with its operands renamed."""
-    return eqn.replace(invars=renamed(eqn.invars, names))
+    """`eqn` with its operands renamed; `eqn` itself if none has another name."""
+    same = names.keys().isdisjoint(compat.variables(eqn.invars))
+    return eqn if same else eqn.replace(invars=renamed(eqn.invars, names))
 
 
 def reads_of(eqns: Iterable[compat.Eqn], outvars: Iterable[compat.Atom] = ()) -> Counter[Var]:

@@ -83,7 +83,7 @@ class _Search:
     def rank_of(self) -> Sequence[int]:
         """The rank of each stage that is cut by cost."""
         r = self.request
-        return _draft(r.pipeline, len(r.meshes), find_loop(r.program, r.where).microbatches, r.where).rank_of
+        return _draft(r.pipeline, len(r.meshes), find_loop(r.program, r.where).length, r.where).rank_of
 
     def run(self) -> MpmdPlan:
         """The fastest plan that fits."""
@@ -195,7 +195,7 @@ def _stages_of(
 ) -> tuple[_Tasks, StagePlacer]:  # fmt: skip
     """The stages of a program with its marks, and their schedule where each stage lies wherever is cheapest."""
     ranks, where, pipeline = len(request.meshes), request.where, replace(request.pipeline, stages="marked")
-    draft = _draft(pipeline, ranks, find_loop(request.program, where).microbatches, where)
+    draft = _draft(pipeline, ranks, find_loop(request.program, where).length, where)
     while True:
         count = len(draft.rank_of)
         again = {*_recomputed(pipeline, count, where), *recompute}
@@ -305,7 +305,7 @@ def _refuse_fresh_weights(program: Program, pipeline: Pipeline, where: str) -> N
     if not isinstance(method, Method) or method.weight_versions < 2:
         return
     loop = find_loop(program, where)
-    read = {v for v in loop.eqn.invars[: loop.consts] if not compat.is_literal(v)}
+    read = set(compat.variables(loop.consts.values()))
     replaced = match_donated(program, [Argument(donated=True)] * len(program.in_paths))
     inputs = set(program.jaxpr.invars)
     fresh = [
@@ -361,7 +361,7 @@ def _schedule(stages: Sequence[Stage], cut: Cut, ranks: int, pipeline: Pipeline)
     latency = stages[0].mesh.link.latency
     backward = cut.body.backward or count == 1
     costs = StageCosts.read(costs)
-    size = _Size(ranks, cut.loop.microbatches, count // ranks)
+    size = _Size(ranks, cut.loop.length, count // ranks)
     return _ordered(pipeline.schedule, size, costs, backward, latency)
 
 

@@ -186,7 +186,7 @@ class MpmdPlan:
         """The plans of a stage's tasks, and how often each runs in one call."""
         t = stage.tasks
         once = [t.load, *t.updates.values()]
-        runs = [(task.plan, 1) for task in once] + [(task.plan, self.cut.loop.microbatches) for task in t.loop.values()]
+        runs = [(task.plan, 1) for task in once] + [(task.plan, self.cut.loop.length) for task in t.loop.values()]
         return [(plan, times) for plan, times in runs if plan is not None]
 
     @cached_property
@@ -200,7 +200,7 @@ class MpmdPlan:
                 found.append(Transfer(b.stage, n, size, 1, f"argument {b.path}", short_aval(b.aval)))
         placed = self._crossing_placements()
         for c in self.cut.crossings:
-            count = self.cut.loop.microbatches if c.in_loop else 1
+            count = self.cut.loop.length if c.in_loop else 1
             size = _sent(c.aval, placed[c.number], self.stages[c.source].mesh) * count
             found.append(Transfer(c.source, c.target, size, count, c.line, short_aval(c.aval)))
         return tuple(found)

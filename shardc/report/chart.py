@@ -212,7 +212,7 @@ def measured_chart(plan: MpmdPlan, measured: Timeline, note: str) -> Chart:
 
 
 def _title(plan: MpmdPlan) -> str:
-    count = number_text(plan.cut.loop.microbatches, "microbatch")
+    count = number_text(plan.cut.loop.length, "microbatch")
     return f"{plan.program.name} on {plan.mesh}: {plan.schedule.name}, {count}"
 
 

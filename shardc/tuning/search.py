@@ -106,7 +106,7 @@ def pipelines(
     cuts = {e.params["cut"] for e in all_eqns(loop.body) if e.primitive is stage_boundary_p and e.params["cut"] != END}
     found: list[MeshChoice] = []
     fewer: list[int] = []
-    m = loop.microbatches
+    m = loop.length
     for p in sorted(ranks):
         possible = [s for s in schedules if _has_stages(s, p, m, len(cuts) + 1 if cuts else None)]
         made = [Pipeline(axis=PIPE, schedule=s, stages="marked" if cuts else "auto") for s in possible]

@@ -3,7 +3,8 @@
 import numpy as np
 
 from shardc import compat
-from shardc.ir.nested import bodies_of, scan_of
+from shardc.ir.loop import Loop
+from shardc.ir.nested import bodies_of, parted
 
 
 class _Names(dict):
@@ -43,8 +44,8 @@ def _lines(jaxpr, names):
         read = [atom(a) for a in eqn.invars]
         params = f"[{eqn.params['src']} --> {eqn.params['dst']}]" if eqn.primitive.name == "box" else ""
         if eqn.primitive.name == "scan":
-            scan = scan_of(eqn)
-            sides = read[: scan.consts], read[scan.consts : scan.rows_at], read[scan.rows_at :]
+            scan = Loop.of(eqn)
+            sides = parted(read, scan.consts, scan.carries, scan.rows)
             read = [f"{what} ({' '.join(some)})" for what, some in zip(("consts", "carry", "rows"), sides, strict=True)]
             params = f"[{scan.length} steps]"
         if "dimension_numbers" in eqn.params and hasattr(eqn.params["dimension_numbers"], "operand_batching_dims"):

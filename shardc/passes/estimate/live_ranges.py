@@ -519,22 +519,22 @@ class _Backward:
 
     def loop(self, step: ScheduledEqn) -> None:
         eqn, start, end = step.eqn, step.start, step.at
-        loop = nested_bodies(eqn)[-1]
-        body, rows = loop.jaxpr, loop.given(eqn)[loop.rows_at :]
-        consts = len(eqn.invars) - loop.carries - len(rows)
+        bodies = nested_bodies(eqn)
+        loop = bodies[-1]
+        body, rows = loop.jaxpr, loop.rows(eqn)
         for v in eqn.outvars:
             self.lives.append((v, start, self.last(v, end) + 1))
         self.returned(body.outvars, start)
-        self.second_buffers(body, body.invars[loop.fixed : loop.rows_at], end)
+        self.second_buffers(body, loop.befores, end)
         if self.backend.eager:
             self.step_starts.update(self.early.at[v] for v, _ in rows)
-        for b in reversed(bodies_of(eqn)):
-            self.body(b)
+        for b in reversed(bodies):
+            self.body(b.jaxpr)
         for row, stack in rows:
             self.read(stack, end)
             if row in self.whole:
                 self.lives.append((row, self.first[row], self.whole[row] + 1))
-        for a in eqn.invars[:consts]:
+        for _, a in (given for b in bodies for given in b.unchanged(eqn)):
             self.read(a, end)
         for a, v in zip((eqn.invars[n] for n in loop.carried), eqn.outvars, strict=False):
             if not compat.is_literal(a):

@@ -18,8 +18,9 @@ from shardc.compat import Atom, Eqn, Jaxpr, Var
 from shardc.ir.box import Boxed, box_p, boxing_of
 from shardc.ir.constrain import pin_of
 from shardc.ir.host_callback import run_once, runs_once
+from shardc.ir.loop import Loop
 from shardc.ir.memory_move import is_memory_move
-from shardc.ir.nested import REMAT, bodies_of, is_kept_apart, scan_of, while_of
+from shardc.ir.nested import REMAT, bodies_of, is_kept_apart, parted, while_of
 from shardc.ir.transfer import send_p
 from shardc.ir.user_shard_map import is_unit, run_unit
 from shardc.ir.walk import operation_of
@@ -127,33 +128,32 @@ class WholeLowering(Lowering):
 
 
 def _scan(low: Lowering, eqn: Eqn, operands: list[Any]) -> Sequence[Any]:
-    scan = scan_of(eqn)
-    body, split = scan.body, scan.carries
-    consts, carry, xs = operands[: scan.consts], operands[scan.consts : scan.rows_at], operands[scan.rows_at :]
+    loop = Loop.of(eqn)
+    body, afters = loop.body, [c.after for c in loop.carries]
+    consts, carry, xs = parted(operands, loop.consts, loop.carries, loop.rows)
 
     def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
-        out = low.run(body, [*consts, *carry, *x])
-        return [_typed(o, v) for o, v in zip(out[:split], body.outvars[:split], strict=True)], out[split:]
+        carry, ys = parted(low.run(body, [*consts, *carry, *x]), loop.carries, loop.stacks)
+        return list(map(_typed, carry, afters)), ys
 
-    carry = [_typed(c, v) for c, v in zip(carry, body.outvars, strict=False)]
-    carry, ys = lax.scan(step, carry, xs, length=scan.length, reverse=scan.reverse, unroll=scan.unroll)
+    carry = list(map(_typed, carry, afters))
+    carry, ys = lax.scan(step, carry, xs, length=loop.length, reverse=loop.reverse, unroll=eqn.params["unroll"])
     return [*carry, *ys]
 
 
-def _typed(x: Any, var: Var) -> Any:
+def _typed(x: Any, like: Atom) -> Any:
     """A carry with the logical dtype and weak type, so that it leaves the body as it came in."""
-    return compat.as_aval(x, var.aval)
+    return compat.as_aval(x, like.aval)
 
 
 def _while(low: Lowering, eqn: Eqn, operands: list[Any]) -> Sequence[Any]:
     loop = while_of(eqn)
-    cond, body, nc, first = loop.cond, loop.body, loop.cond_consts, loop.carries_at
-    cond_consts, body_consts, init = operands[:nc], operands[nc:first], operands[first:]
-    init = [_typed(c, v) for c, v in zip(init, body.outvars, strict=True)]
+    cond, body = loop.cond, loop.body
+    cond_consts, body_consts, init = parted(operands, loop.cond_consts, loop.body_consts, loop.carries)
     return lax.while_loop(
         lambda carry: low.run(cond, [*cond_consts, *carry])[0],
-        lambda carry: [_typed(o, v) for o, v in zip(low.run(body, [*body_consts, *carry]), body.outvars, strict=True)],
-        init,
+        lambda carry: list(map(_typed, low.run(body, [*body_consts, *carry]), body.outvars)),
+        list(map(_typed, init, body.outvars)),
     )
 
 

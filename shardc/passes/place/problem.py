@@ -363,7 +363,7 @@ class Builder:
         for j, out in enumerate(eqn.outvars):
             values = [scope.outputs[j] for scope, body in zip(scopes, bodies, strict=True) if not body.decides]
             if j < last.carries:
-                node = entries[last.operands[last.fixed + j]]
+                node = entries[last.carried[j]]
                 node.operands[1] = values[0]
                 self.read(values[0], node, 1, inner)
             else:

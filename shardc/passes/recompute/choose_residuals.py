@@ -23,7 +23,8 @@ from numpy.typing import NDArray
 from shardc import compat
 from shardc.compat import Eqn, Jaxpr, Var
 from shardc.ir.box import Boxed
-from shardc.ir.nested import scan_of
+from shardc.ir.loop import Loop
+from shardc.ir.nested import bodies_of
 from shardc.ir.walk import all_eqns, bytes_of, local_bytes
 from shardc.machine.mesh import MeshView
 from shardc.passes.estimate.backend import IN_LOOPS, Backend, FusionKind, kind_of
@@ -121,7 +122,7 @@ def _readers(jaxpr: Jaxpr, stacks: Collection[Var]) -> dict[Var, list[tuple[Eqn,
     found: dict[Var, list[tuple[Eqn, Var]]] = {s: [] for s in stacks}
     for eqn in all_eqns(jaxpr):
         if eqn.primitive.name == "scan":
-            for a, v in zip(eqn.invars, scan_of(eqn).body.invars, strict=True):
+            for v, a in Loop.of(eqn).operands.items():
                 if not compat.is_literal(a) and a in stacks:
                     found[a].append((eqn, v))
     return found
@@ -144,27 +145,21 @@ class ResidualLoop:
     def __init__(
         self, maker: Eqn, trips: int, readers: Mapping[Var, Sequence[tuple[Eqn, Var]]], costs: StepCosts
     ) -> None:
-        scan = scan_of(maker)
-        self._costs, self._length, self._trips = costs, scan.length, trips
-        self.body: Jaxpr = scan.body
-        self.count = len(self.body.eqns)
-        consts, carries = scan.consts, scan.carries
-        self._made_by = {v: n for n, e in enumerate(self.body.eqns) for v in e.outvars}
-        self._values = [*self.body.invars, *self._made_by]
+        self._costs, self._loop, self._trips = costs, (loop := Loop.of(maker)), trips
+        self.count = len(loop.eqns)
+        self._made_by = {v: n for n, e in enumerate(loop.eqns) for v in e.outvars}
+        self._values = [*loop.operands, *self._made_by]
         self._bytes = np.asarray([costs.held(v) for v in self._values])
-        given = list(zip(self.body.invars, maker.invars, strict=True))
-        stacked = list(zip(self.body.outvars, maker.outvars, strict=True))[carries:]
         self._stacks: dict[Var, list[Var]] = {}
-        for row, stack in stacked:
+        for stack, row in loop.stacks.items():
             if stack in readers and not compat.is_literal(row) and row in self._made_by:
                 self._stacks.setdefault(row, []).append(stack)
-        others = {row for row, _ in stacked if not compat.is_literal(row)} - self._stacks.keys()
-        self._rows = {v for v, _ in given[consts + carries :]}
-        self._there = {v for v, _ in given[:consts]} | self._rows | others
+        others = set(compat.variables(loop.stacks.values())) - self._stacks.keys()
+        self._there = loop.consts.keys() | loop.rows.keys() | others
         loops = {loop for mine in self._stacks.values() for s in mine for loop, _ in readers[s]}
         read = {a for loop in loops for a in loop.invars if not compat.is_literal(a)}
-        self._free = {v for v, a in given[:consts] if compat.is_literal(a) or a in read}
-        self._in_memory = _in_memory(self.body, {*compat.variables(self.body.outvars[:carries]), *others})
+        self._free = {v for v, a in loop.consts.items() if compat.is_literal(a) or a in read}
+        self._in_memory = _in_memory(loop, {*compat.variables(c.after for c in loop.carries), *others})
         uses = {row: [_uses(loop, v) for s in mine for loop, v in readers[s]] for row, mine in self._stacks.items()}
         self._fused = [row for row, found in uses.items() if any(fused for fused, _ in found)]
         self._whole = [row for row, found in uses.items() if any(whole for _, whole in found)]
@@ -183,7 +178,7 @@ class ResidualLoop:
         problem, kept = self._problem
         made = np.asarray([self._made_by.get(v, -1) for v in self._values])
         here = np.asarray([v not in self._there for v in self._values])
-        bytes_ = self._length * self._bytes * here
+        bytes_ = self._loop.length * self._bytes * here
         found, _ = problem.solve(kept + np.tile(bytes_ * np.where(made < first, more, price), 2) * self._priced)
         stay = dict.fromkeys(v for v, k in zip(self._values * 2, found & self._priced, strict=True) if k)
         recomputed = [s for row, stacks in self._stacks.items() if row not in stay for s in stacks]
@@ -208,9 +203,9 @@ class ResidualLoop:
         for the others. If no light operation makes it, the first is read from the second; so is a value that has to be
         materialized anyway, if it is not recomputed.
         """
-        eqns, values, count = self.body.eqns, self._values, len(self._values)
+        eqns, values, count = self._loop.eqns, self._values, len(self._values)
         number, whole = {v: k for k, v in enumerate(values)}, set(self._whole)
-        times = self._trips * self._length
+        times = self._trips * self._loop.length
         moving = [times * memory_seconds(self._costs.moved(v), self._costs.mesh) for v in values]
         takes = [times * self._costs.rerun(e) for e in eqns]
         may_recompute = [math.isfinite(t) for t in takes]
@@ -228,7 +223,7 @@ class ResidualLoop:
             n, whole_k = self._made_by.get(v, -1), count + k
             recomputable = n >= 0 and may_recompute[n]
             kept[whole_k] = 0.0 if v in self._in_memory else moving[k]
-            if v in self._rows:
+            if v in self._loop.rows:
                 kept[whole_k] = times * self._costs.row(v)
             if recomputable and fuses[n]:
                 makers[k], makers[whole_k] = n, operation(moving[k], operands[n])
@@ -243,15 +238,15 @@ class ResidualLoop:
         return Repeatable(needed, np.ones(2 * count), makers, seconds, reads, after), kept
 
 
-def _in_memory(body: Jaxpr, written: Collection[Var]) -> set[Var]:
-    """The values of a body that are in memory while it runs, besides those `written` to results: its inputs, and the
+def _in_memory(loop: Loop, written: Collection[Var]) -> set[Var]:
+    """The values of a round that are in memory while it runs, besides those `written` to results: its inputs, and the
     operands and results of operations that do not fuse."""
-    heavy = [e for e in body.eqns if kind_of(e) not in FUSED]
-    return {*written, *body.invars, *(v for e in heavy for v in (*compat.variables(e.invars), *e.outvars))}
+    heavy = [e for e in loop.eqns if kind_of(e) not in FUSED]
+    return {*written, *loop.operands, *(v for e in heavy for v in (*compat.variables(e.invars), *e.outvars))}
 
 
 def _uses(loop: Eqn, row: Var) -> tuple[bool, bool]:
     """Whether operations of a loop's step that fuse read a row, and whether others do."""
-    body = scan_of(loop).body
+    body = bodies_of(loop)[0]
     fuses = {kind_of(e) in FUSED for e in body.eqns if row in compat.variables(e.invars)}
     return True in fuses, False in fuses or row in compat.variables(body.outvars)

@@ -20,7 +20,7 @@ from shardc.compat import Atom, Eqn, Jaxpr, Var
 from shardc.ir.box import Boxed
 from shardc.ir.memory_move import host_values, is_memory_move, memory_move_eqn
 from shardc.ir.nested import NESTED, nested_bodies, with_bodies
-from shardc.ir.walk import local_bytes
+from shardc.ir.walk import local_bytes, with_atoms
 from shardc.machine.mesh import MeshView
 from shardc.passes.estimate.backend import PRODUCTS, Backend
 from shardc.passes.estimate.live_ranges import scopes_at
@@ -87,7 +87,7 @@ class _Offloading:
         leave(jaxpr.invars)
         for eqn in map(self.nested, jaxpr.eqns):
             enter(eqn.invars)
-            eqns.append(_renamed(eqn, names))
+            eqns.append(with_atoms(eqn, names))
             leave(eqn.outvars)
         enter([a for k, a in enumerate(jaxpr.outvars) if k not in outgoing])
         results = [
@@ -112,12 +112,6 @@ class _Offloading:
             made = {j: self.stacks[eqn.outvars[k]] for j, k in enumerate(body.results) if eqn.outvars[k] in self.stacks}
             bodies.append(self.scope(body.jaxpr, rows, made))
         return eqn.replace(params=with_bodies(eqn, bodies)) if bodies else eqn
-
-
-def _renamed(eqn: Eqn, names: Mapping[Var, Var]) -> Eqn:
-    if names.keys().isdisjoint(compat.variables(eqn.invars)):
-        return eqn
-    return eqn.replace(invars=[a if compat.is_literal(a) else names.get(a, a) for a in eqn.invars])
 
 
 # --- the order of updates ---------------------------------------------------------------------------------------------

@@ -16,12 +16,14 @@ the layer. It may stack any other value of f that r follows from.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, TypeAlias
 
 from shardc import compat
 from shardc.compat import Atom, Eqn, Jaxpr, Var
-from shardc.ir.nested import NESTED, bodies_of, scan_of, scan_params, trips_of, with_bodies
+from shardc.ir.loop import Loop
+from shardc.ir.nested import NESTED, bodies_of, parted, trips_of, with_bodies
+from shardc.ir.walk import renamed, with_atoms
 from shardc.passes.trace.canonicalize import with_own_bodies
 
 NOT_RECOMPUTED: Final = frozenset((
@@ -57,7 +59,8 @@ class Residual:
 def find_residuals(jaxpr: Jaxpr, trips: int = 1) -> Iterator[Residual]:
     """The residuals of a jaxpr and of its nested bodies."""
     nested = [eqn for eqn in jaxpr.eqns if eqn.primitive.name in NESTED]
-    stacks = {v for eqn in nested if eqn.primitive.name == "scan" for v in eqn.outvars[scan_of(eqn).carries :]}
+    made = {eqn: Loop.of(eqn).stacks for eqn in nested if eqn.primitive.name == "scan"}
+    stacks = set[Var]().union(*made.values())
     readers: dict[Var, list[Eqn]] = {}
     for eqn in jaxpr.eqns if stacks else ():
         for v in compat.variables(eqn.invars):
@@ -68,18 +71,18 @@ def find_residuals(jaxpr: Jaxpr, trips: int = 1) -> Iterator[Residual]:
         inside = trips * trips_of(eqn)
         for body in bodies_of(eqn):
             yield from find_residuals(body, inside)
-        if eqn.primitive.name == "scan":
-            for v in eqn.outvars[scan_of(eqn).carries :]:
-                found = readers.get(v, [])
-                if found and v not in results and all(_reads_rows(e, v, eqn) for e in found):
-                    yield Residual(v, eqn, trips)
+        for v in made.get(eqn, ()):
+            found = readers.get(v, [])
+            if found and v not in results and all(_reads_rows(e, v, eqn) for e in found):
+                yield Residual(v, eqn, trips)
 
 
 def _reads_rows(eqn: Eqn, v: Var, maker: Eqn) -> bool:
     """Whether an equation is a loop like `maker` that reads `v` row by row and nowhere else."""
     if eqn.primitive.name != "scan" or trips_of(eqn) != trips_of(maker):
         return False
-    return all(a is not v for a in eqn.invars[: scan_of(eqn).rows_at])
+    loop = Loop.of(eqn)
+    return all(a is not v for a in (*loop.consts.values(), *(c.start for c in loop.carries)))
 
 
 class Slices:
@@ -96,20 +99,13 @@ class Slices:
     """
 
     def __init__(self, maker: Eqn, stacks: Collection[Var]) -> None:
-        self.maker = maker
-        scan = scan_of(maker)
-        self.body: Jaxpr = scan.body
-        self.made_by = {v: i for i, e in enumerate(self.body.eqns) for v in e.outvars}
-        consts, carries = scan.consts, scan.carries
-        inputs = list(zip(self.body.invars, maker.invars, strict=True))
-        self.consts: dict[Var, Atom] = dict(inputs[:consts])
-        self.carried = {v for v, _ in inputs[consts : consts + carries]}
+        self.loop = loop = Loop.of(maker)
+        self.made_by = {v: i for i, e in enumerate(loop.eqns) for v in e.outvars}
+        self.consts, self.carried, self.row_of = loop.consts, {c.before for c in loop.carries}, loop.stacks
         self.kept: dict[Var, Var] = {}
-        self.rows: dict[Var, Var] = {row: stack for row, stack in inputs[consts + carries :] if stack not in stacks}
-        self.row_of: dict[Var, Atom] = {}
+        self.rows: dict[Var, Atom] = {row: stack for row, stack in loop.rows.items() if stack not in stacks}
         self.recomputed: dict[Var, Var] = {}
-        for row, stack in list(zip(self.body.outvars, maker.outvars, strict=True))[carries:]:
-            self.row_of[stack] = row
+        for stack, row in loop.stacks.items():
             if compat.is_literal(row) or row in self.consts:
                 continue
             if stack in stacks:
@@ -130,10 +126,9 @@ class Slices:
 
     def keep(self, values: Collection[Var]) -> None:
         """Stacks some values that are carried or made in a step."""
-        length = trips_of(self.maker)
-        for v in (*self.body.invars, *self.made_by):
+        for v in (*self.loop.operands, *self.made_by):
             if v in values:
-                self.kept[v] = compat.fresh_var(v.aval.update(shape=(length, *v.aval.shape)))
+                self.kept[v] = self.loop.stack_of(v)
         self.rows |= self.kept
 
     def _walk(self, stack: Var) -> tuple[list[Eqn], set[Var]] | None:
@@ -150,12 +145,12 @@ class Slices:
                 carries.add(v)
                 continue
             i = self.made_by.get(v)
-            if i is None or not may_recompute(self.body.eqns[i]):
+            if i is None or not may_recompute(self.loop.eqns[i]):
                 return None
             if i not in found:
                 found.add(i)
-                pending += [a for a in self.body.eqns[i].invars if not compat.is_literal(a)]
-        return [self.body.eqns[i] for i in sorted(found)], carries
+                pending += compat.variables(self.loop.eqns[i].invars)
+        return [self.loop.eqns[i] for i in sorted(found)], carries
 
 
 def recompute_residuals(
@@ -195,21 +190,16 @@ def recompute_residuals(
 
 def _without(eqn: Eqn, stacks: Collection[Var], stacked: Mapping[Var, Var]) -> Eqn:
     """A loop without the results `stacks` and what computes them alone; with some values of a step `stacked`."""
-    scan = scan_of(eqn)
-    body = scan.body
-    kept = [(v, a) for v, a in zip(eqn.outvars, body.outvars, strict=True) if v not in stacks]
-    kept += [(stack, v) for v, stack in stacked.items()]
-    body = compat.new_jaxpr(body.invars, [a for _, a in kept], body.eqns, body)
-    live = compat.remove_dead(body, [True] * len(kept))
-    params = scan_params(eqn, live, scan.consts, scan.carries)
-    return eqn.replace(outvars=[v for v, _ in kept], params=params)
+    loop = Loop.of(eqn)
+    kept = {v: a for v, a in loop.stacks.items() if v not in stacks}
+    return replace(loop, stacks=kept | {stack: v for v, stack in stacked.items()}).live().equation()
 
 
 class _Reader:
     """A loop that reads residuals, rewritten to recompute their rows, each before it is first read.
 
     Attributes:
-      consts, carries, rows: inputs of the new body with what the loop reads for them.
+      consts, rows: inputs of the new body with what the loop reads for them.
       missing: residuals that are not stacked any more, by their row.
       names: values of the new body, by those of the old one and of the loops that made the residuals.
       eqns: the new body so far.
@@ -218,27 +208,23 @@ class _Reader:
     def __init__(
         self, eqn: Eqn, stacks: Collection[Var], slices_of: Callable[[Var], Slices], variables: dict[Var, Var | None]
     ) -> None:
-        self.eqn, self.scan = eqn, scan_of(eqn)
+        self.loop = loop = Loop.of(eqn)
         self.slices_of, self.variables = slices_of, variables
-        nc, first = self.scan.consts, self.scan.rows_at
-        inputs = list(zip(self.scan.body.invars, eqn.invars, strict=True))
-        self.consts, self.carries = inputs[:nc], inputs[nc:first]
-        self.rows = [(v, a) for v, a in inputs[first:] if a not in stacks]
-        self.missing: dict[Var, Var] = {v: a for v, a in inputs[first:] if a in stacks}
+        self.consts, self.rows = dict(loop.consts), {v: a for v, a in loop.rows.items() if a not in stacks}
+        self.missing: dict[Var, Var] = {v: a for v, a in loop.rows.items() if a in stacks}
         self.names: dict[Var, Atom] = {}
         self.eqns: list[Eqn] = []
 
     def run(self) -> Eqn:
-        body = self.scan.body
-        for e in body.eqns:
+        for e in self.loop.eqns:
             self.compute_missing(e.invars)
-            self.eqns.append(_renamed(e, self.names))
-        self.compute_missing(body.outvars)
-        outvars = [a if compat.is_literal(a) else self.names.get(a, a) for a in body.outvars]
-        order = [*self.consts, *self.carries, *self.rows]
-        made = compat.new_jaxpr([v for v, _ in order], outvars, self.eqns, body)
-        params = scan_params(self.eqn, made, len(self.consts), len(self.carries))
-        return self.eqn.replace(invars=[a for _, a in order], params=params)
+            self.eqns.append(with_atoms(e, self.names))
+        outputs = [*self.loop.results.values()]
+        self.compute_missing(outputs)
+        afters, rows = parted(renamed(outputs, self.names), self.loop.carries, self.loop.stacks)
+        carries = [replace(c, after=a) for c, a in zip(self.loop.carries, afters, strict=True)]
+        stacks = dict(zip(self.loop.stacks, rows, strict=True))
+        return Loop(self.loop.eqn, self.consts, carries, self.rows, stacks, self.eqns, self.loop.length).equation()
 
     def compute_missing(self, atoms: Sequence[Atom]) -> None:
         for a in atoms:
@@ -255,7 +241,7 @@ class _Reader:
             for v in compat.variables(e.invars):
                 if v in slices.rows or v in slices.consts:
                     self.read(v, slices)
-            copy = with_own_bodies(_renamed(e, self.names))
+            copy = with_own_bodies(with_atoms(e, self.names))
             fresh = [compat.fresh_var(v.aval) for v in e.outvars]
             self.names.update(zip(e.outvars, fresh, strict=True))
             self.variables.update({new: slices.recomputed.get(old) for new, old in zip(fresh, e.outvars, strict=True)})
@@ -274,12 +260,8 @@ class _Reader:
         if compat.is_literal(given):
             self.names[v] = given
             return
-        found = next((mine for mine, theirs in inputs if theirs is given), None)
+        found = next((mine for mine, theirs in inputs.items() if theirs is given), None)
         if found is None:
             found = compat.fresh_var(v.aval)
-            inputs.append((found, given))
+            inputs[found] = given
         self.names[v] = found
-
-
-def _renamed(eqn: Eqn, names: Mapping[Var, Atom]) -> Eqn:
-    return eqn.replace(invars=[a if compat.is_literal(a) else names.get(a, a) for a in eqn.invars])

@@ -25,6 +25,7 @@ from shardc import compat
 from shardc.compat import Atom, Eqn, Jaxpr, Var
 from shardc.ir.box import Boxed, box_p
 from shardc.ir.nested import bodies_of, with_bodies
+from shardc.ir.walk import with_atoms
 from shardc.machine.mesh import MeshView
 from shardc.passes.estimate.backend import Backend, FusionKind, kind_of
 from shardc.passes.estimate.live_ranges import RunningScope, live_ranges, made_at
@@ -260,7 +261,7 @@ class _Recomputer:
                 wanted = [a for a in eqn.invars if not compat.is_literal(a) and a in self.mine and a not in self.names]
                 if wanted:
                     self.compute(wanted)
-                eqn = eqn.replace(invars=[a if compat.is_literal(a) else self.names.get(a, a) for a in eqn.invars])
+                eqn = with_atoms(eqn, self.names)
             self.add(eqn)
         return compat.new_jaxpr(self.body.invars, self.body.outvars, self.live(), self.body)
 

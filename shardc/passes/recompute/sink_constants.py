@@ -20,7 +20,7 @@ from shardc.ir.nested import (
     nested_bodies,
     with_nested,
 )
-from shardc.ir.walk import bytes_of
+from shardc.ir.walk import bytes_of, with_atoms
 from shardc.passes.estimate.backend import FusionKind, kind_of
 from shardc.passes.estimate.traffic import PARTLY_READ
 from shardc.passes.recompute.choose_residuals import FUSED
@@ -116,8 +116,7 @@ def _sunk(body: Jaxpr, given: Sequence[Atom], follows: Mapping[Var, Eqn]) -> tup
                 kept.append((names[a], a))
         outvars = [v for v, a in less.items() if a is made] or [compat.fresh_var(made.aval)]
         names[made] = outvars[0]
-        invars = [a if compat.is_literal(a) else names[a] for a in eqn.invars]
-        eqns += [eqn.replace(invars=invars, outvars=[v]) for v in outvars]
+        eqns += [with_atoms(eqn, names).replace(outvars=[v]) for v in outvars]
     invars = [*(v for v, _ in kept), *body.invars[len(given) :]]
     return compat.new_jaxpr(invars, body.outvars, [*eqns, *body.eqns], body), [a for _, a in kept]
 

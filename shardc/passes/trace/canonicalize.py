@@ -21,7 +21,7 @@ from shardc.compat import Atom, ClosedJaxpr, Eqn, Jaxpr, Var
 from shardc.ir.boundary import MARKS
 from shardc.ir.constrain import constrain_p
 from shardc.ir.host_callback import ONCE
-from shardc.ir.nested import NESTED, while_of
+from shardc.ir.nested import NESTED, parted, while_of
 from shardc.ir.user_shard_map import CAST, UNTYPED, is_unit
 from shardc.passes.trace.batch_lookups import batch_lookups
 from shardc.passes.trace.find_signatures import OperationSignatures, find_signatures
@@ -251,15 +251,14 @@ def _with_one_condition(eqn: Eqn) -> Eqn:
     if eqn.primitive.name != "while" or not while_of(eqn).cond.outvars[0].aval.shape:
         return eqn
     loop = while_of(eqn)
-    nc, (cond, body) = loop.cond_consts, (eqn.params[k] for k in NESTED["while"])
-    carries = len(body.out_avals)
+    cond, body = (eqn.params[k] for k in NESTED["while"])
 
     def any_row(*args: Any) -> Any:
         return jex.jaxpr_as_fun(cond)(*args)[0].any()
 
     def body_where(*args: Any) -> list[Any]:
-        consts, old = args[nc:-carries], args[-carries:]
-        (going,) = jex.jaxpr_as_fun(cond)(*args[:nc], *old)
+        first, consts, old = parted(args, loop.cond_consts, loop.body_consts, loop.carries)
+        (going,) = jex.jaxpr_as_fun(cond)(*first, *old)
         new = jex.jaxpr_as_fun(body)(*consts, *old)
         lead = range(going.ndim)
         return [lax.select(lax.broadcast_in_dim(going, n.shape, lead), n, o) for n, o in zip(new, old, strict=True)]
@@ -267,10 +266,10 @@ def _with_one_condition(eqn: Eqn) -> Eqn:
     params = {
         **eqn.params,
         "cond_jaxpr": jax.make_jaxpr(any_row)(*cond.in_avals),
-        "body_jaxpr": jax.make_jaxpr(body_where)(*cond.in_avals[:nc], *body.in_avals),
-        "body_nconsts": nc + loop.body_consts,
+        "body_jaxpr": jax.make_jaxpr(body_where)(*parted(cond.in_avals, loop.cond_consts)[0], *body.in_avals),
+        "body_nconsts": len(loop.cond_consts) + len(loop.body_consts),
     }
-    return eqn.replace(invars=[*eqn.invars[:nc], *eqn.invars], params=params)
+    return eqn.replace(invars=[*loop.cond_consts, *eqn.invars], params=params)
 
 
 def canonical_jaxpr(

@@ -26,7 +26,8 @@ from shardc.compat import Atom, Eqn, Jaxpr, Var
 from shardc.ir.boundary import MARKS
 from shardc.ir.constrain import pin_of
 from shardc.ir.host_callback import runs_once
-from shardc.ir.nested import NESTED, Scan, bodies_of, nested_bodies, scan_of, with_bodies
+from shardc.ir.loop import Loop
+from shardc.ir.nested import NESTED, bodies_of, nested_bodies, parted, with_bodies
 from shardc.ir.program import Program
 from shardc.ir.transfer import is_transfer
 from shardc.ir.user_shard_map import is_unit
@@ -145,18 +146,17 @@ class _Sharer:
         """A shared loop: its equations, and its results; None if it stays as it is."""
         if eqn.primitive.name != "scan" or eqn.effects:
             return None
-        scan = scan_of(eqn)
-        rows = eqn.invars[scan.rows_at :]
-        if scan.length < 2 or not rows or not all(map(_may_be_batched, scan.body.eqns)):
+        loop = Loop.of(eqn)
+        if loop.length < 2 or not loop.rows or not all(map(_may_be_batched, loop.eqns)):
             return None
-        if (carries := _carries(scan)) is None:
+        if (carries := _carries(loop)) is None:
             return None
         if self.known is None:
-            n = max([self.devices_of(a) for a in rows if not compat.is_literal(a)], default=1)
+            n = max(map(self.devices_of, compat.variables(loop.rows.values())), default=1)
         else:
             n = self.known[len(self.found)] if len(self.found) < len(self.known) else 1
         self.found.append(n)
-        return None if n == 1 else inlined_eqns(_shared(eqn, scan, carries, n), eqn.invars, eqn, self.replicate)
+        return None if n == 1 else inlined_eqns(_shared(loop, carries, n), eqn.invars, eqn, self.replicate)
 
     def devices_of(self, rows: Var, along: int = 0, seen: set[tuple[Var, int]] | None = None) -> int:
         """The number of devices that split a dimension of a value, by the pins of the values that it comes from.
@@ -194,9 +194,9 @@ def _origins(eqn: Eqn, port: int, dim: int) -> Iterator[tuple[Atom, int]]:
     """The dimensions of operands, or of bodies' results, that a dimension of a result of an equation comes from; of
     stacked rows all that the loop takes row by row."""
     if eqn.primitive.name in NESTED:
-        if eqn.primitive.name == "scan" and port >= (scan := scan_of(eqn)).carries:
+        if eqn.primitive.name == "scan" and eqn.outvars[port] in (loop := Loop.of(eqn)).stacks:
             if dim == 0:
-                yield from ((a, 0) for a in eqn.invars[scan.rows_at :])
+                yield from ((a, 0) for a in loop.rows.values())
                 return
             dim -= 1
         yield from ((b.outvars[port], dim) for b in bodies_of(eqn) if len(b.outvars) == len(eqn.outvars))
@@ -225,19 +225,17 @@ def _may_be_batched(eqn: Eqn) -> bool:
     return all(_may_be_batched(e) for body in bodies_of(eqn) for e in body.eqns)
 
 
-def _carries(scan: Scan) -> list[Combination | None] | None:
+def _carries(loop: Loop) -> list[Combination | None] | None:
     """For each carry how iterations are combined (None: it does not change); None if an iteration reads a result of
     another."""
-    body = scan.body
-    inside = body.invars[scan.consts : scan.rows_at]
-    reads = reads_of(body.eqns, body.outvars)
-    maker = {v: e for e in body.eqns for v in e.outvars}
+    reads = reads_of(loop.eqns, loop.results.values())
+    maker = {v: e for e in loop.eqns for v in e.outvars}
     found: list[Combination | None] = []
-    for before, after in zip(inside, body.outvars, strict=False):
-        if after is before:
+    for c in loop.carries:
+        if c.after is c.before:
             found.append(None)
             continue
-        names = _way(before, after, maker, reads)
+        names = _way(c.before, c.after, maker, reads)
         kinds = {_COMBINATIONS[n] for n in names or ()}
         if len(kinds) != 1:
             return None
@@ -312,17 +310,17 @@ def _neutral(start: Any, c: Combination) -> Any:
     return jnp.full(start.shape, neutral_value(c.neutral, start.dtype), start.dtype)
 
 
-def _shared(eqn: Eqn, scan: Scan, carries: Sequence[Combination | None], n: int) -> Any:
+def _shared(loop: Loop, carries: Sequence[Combination | None], n: int) -> Any:
     """The closed jaxpr of a scan whose rounds take a row of each of `n` devices."""
-    body, first, by = compat.close(scan.body), scan.consts, _Rounds(n, scan.length)
+    body, by = compat.close(loop.body), _Rounds(n, loop.length)
     combined = [c for c in carries if c is not None]
 
     def run(*operands: Any) -> list[Any]:
-        consts, starts, rows = operands[:first], operands[first : scan.rows_at], operands[scan.rows_at :]
+        consts, starts, rows = parted(operands, loop.consts, loop.carries, loop.rows)
 
         def once(*row: Any) -> list[Any]:
             given = [s if c is None else _neutral(s, c) for s, c in zip(starts, carries, strict=True)]
-            given = [compat.as_aval(g, v.aval) for g, v in zip(given, scan.body.invars[first:], strict=False)]
+            given = [compat.as_aval(g, c.before.aval) for g, c in zip(given, loop.carries, strict=True)]
             return jex.jaxpr_as_fun(body)(*consts, *given, *row)
 
         def step(sums: list[Any], given: tuple[Any, list[Any]]) -> tuple[list[Any], list[Any]]:
@@ -335,18 +333,18 @@ def _shared(eqn: Eqn, scan: Scan, carries: Sequence[Combination | None], n: int)
                     real = lax.broadcast_in_dim(valid, x.shape, (0,))
                     x = lax.select(real, x, lax.full_like(x, neutral_value(c.neutral, x.dtype)))
                 after.append(c.both(s, x))
-            return after, out[scan.carries :]
+            return after, parted(out, carries, loop.stacks)[1]
 
         zeros = [_neutral(s, c) for s, c in zip(starts, carries, strict=True) if c is not None]
         zeros = [lax.broadcast(z, (n,)) for z in zeros]
         sums, ys = lax.scan(
             step, zeros, (by.valid, list(map(by.by_round, rows))),
-            length=by.rounds, reverse=scan.reverse, unroll=scan.unroll,
+            length=by.rounds, reverse=loop.reverse, unroll=loop.eqn.params["unroll"],
         )  # fmt: skip
         parts = iter(sums)
         ends = [s if c is None else c.both(s, c.reduce(next(parts))) for s, c in zip(starts, carries, strict=True)]
         results = [*ends, *map(by.by_row, ys)]
-        return [compat.as_aval(x, v.aval) for x, v in zip(results, eqn.outvars, strict=True)]
+        return [compat.as_aval(x, v.aval) for x, v in zip(results, loop.results, strict=True)]
 
-    avals = (a.aval for a in eqn.invars)
+    avals = (a.aval for a in loop.eqn.invars)
     return jax.make_jaxpr(run)(*(jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in avals))

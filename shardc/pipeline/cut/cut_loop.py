@@ -18,7 +18,8 @@ from shardc.compat import Atom, Eqn, Jaxpr, Var
 from shardc.errors import PipelineError, all_offenders, number_text
 from shardc.ir.boundary import END, microbatches_p, stage_boundary_p
 from shardc.ir.eqns import copy_eqn
-from shardc.ir.nested import REMAT, bodies_of, is_recompute, scan_of, trips_of
+from shardc.ir.loop import Carry, Loop
+from shardc.ir.nested import REMAT, bodies_of, is_recompute
 from shardc.ir.program import Program
 from shardc.ir.walk import ADDITIONS, LINEAR, all_eqns, bytes_of
 from shardc.pipeline.cut.find_homes import is_large
@@ -61,41 +62,17 @@ def stage_of(position: int, stages: int) -> int:
 
 
 @dataclass(frozen=True)
-class MicrobatchLoop:
-    """The scan over microbatches, and its index among the equations of the program."""
-
-    eqn: Eqn
-    index: int
-
-    @property
-    def microbatches(self) -> int:
-        return trips_of(self.eqn)
-
-    @property
-    def body(self) -> Jaxpr:
-        return scan_of(self.eqn).body
-
-    @property
-    def consts(self) -> int:
-        return scan_of(self.eqn).consts
-
-    @property
-    def carries(self) -> int:
-        return scan_of(self.eqn).carries
-
-
-@dataclass(frozen=True)
 class CarryPart:
     """One carry of the microbatch loop, or one stage's part of it: a sum over microbatches, or state.
 
     Attributes:
-      number: the number of the carry.
+      carry: the carry.
       before, after: its variables before and after a microbatch.
       position: the position that makes `after`.
       state: whether it is state: a microbatch may read the value that the previous one left.
     """
 
-    number: int
+    carry: Carry
     before: Var
     after: Atom
     position: int
@@ -124,7 +101,7 @@ class PlacedBody:
     ys: tuple[tuple[Atom, int], ...]
 
 
-def find_loop(program: Program, where: str) -> MicrobatchLoop:
+def find_loop(program: Program, where: str) -> Loop:
     """The one loop over microbatches of a program.
 
     Raises:
@@ -134,31 +111,31 @@ def find_loop(program: Program, where: str) -> MicrobatchLoop:
     if len(loops) != 1:
         raise PipelineError(f"{where}: a pipeline runs over one loop of microbatches, {_not_one(program, loops)}")
     (loop,) = loops
-    outside = [e for i, e in enumerate(program.jaxpr.eqns) if i != loop.index for e in (e, *_inside(e))]
+    outside = [e for eqn in program.jaxpr.eqns if eqn is not loop.eqn for e in (eqn, *_inside(eqn))]
     wrong = [
         f"{compat.source_line(e)}: outside of the loop over microbatches; move it into the function that "
         "shardc.accumulate takes."
         for e in outside
         if e.primitive is stage_boundary_p
     ]
-    for eqn in loop.body.eqns:
+    for eqn in loop.eqns:
         wrong += _in_loops(eqn)
     if wrong:
         raise PipelineError(all_offenders(f"{where}: stage boundaries in places that cannot be cut", _unique(wrong)))
     return loop
 
 
-def find_loops(jaxpr: Jaxpr) -> list[MicrobatchLoop]:
+def find_loops(jaxpr: Jaxpr) -> list[Loop]:
     """The scans over microbatches among the equations of a program."""
     marked = {e.outvars[0] for e in jaxpr.eqns if e.primitive is microbatches_p}
     return [
-        MicrobatchLoop(e, i)
-        for i, e in enumerate(jaxpr.eqns)
+        Loop.of(e)
+        for e in jaxpr.eqns
         if e.primitive.name == "scan" and any(v in marked for v in e.invars if not compat.is_literal(v))
     ]
 
 
-def _not_one(program: Program, loops: Sequence[MicrobatchLoop]) -> str:
+def _not_one(program: Program, loops: Sequence[Loop]) -> str:
     """The end of the error text for a program without exactly one loop: the loops that were found, and the fix."""
     if not loops:
         for eqn in program.jaxpr.eqns:
@@ -172,7 +149,7 @@ def _not_one(program: Program, loops: Sequence[MicrobatchLoop]) -> str:
             "batch), or jax.grad of an accumulate of the loss."
         )
     lines = ", ".join(_unique(compat.source_line(x.eqn) for x in loops))
-    if any(scan_of(x.eqn).reverse for x in loops):
+    if any(x.reverse for x in loops):
         return (
             f"but the gradient is taken of the whole loop ({lines}), which makes a second one. Take it inside the "
             "loop, as shardc.accumulate(jax.value_and_grad(loss), microbatches=m)(params, batch), or as jax.grad of "
@@ -200,7 +177,7 @@ def _unique(lines: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(lines))
 
 
-def boundary_lines(loop: MicrobatchLoop) -> list[str]:
+def boundary_lines(loop: Loop) -> list[str]:
     """The source lines of the boundaries of the loop's forward pass, in order."""
     found: dict[int, str] = {}
     for eqn in all_eqns(loop.body):
@@ -209,7 +186,7 @@ def boundary_lines(loop: MicrobatchLoop) -> list[str]:
     return list(found.values())
 
 
-def place_body(loop: MicrobatchLoop, stages: int, where: str) -> PlacedBody:
+def place_body(loop: Loop, stages: int, where: str) -> PlacedBody:
     """Assign a position to each equation of the loop's body.
 
     Raises:
@@ -219,17 +196,19 @@ def place_body(loop: MicrobatchLoop, stages: int, where: str) -> PlacedBody:
 
 
 class _Placer:
-    def __init__(self, loop: MicrobatchLoop, stages: int, where: str) -> None:
+    def __init__(self, loop: Loop, stages: int, where: str) -> None:
         self.loop, self.stages, self.where = loop, stages, where
         self.alias: dict[Var, Atom] = {}
         self.floor: dict[Var, int] = {}
         self.low: dict[Var, int | None] = {}
         self.late: set[Eqn] = set()  # equations of recompute: computed as late as their readers allow
         self.limit: dict[Var, int] = {}  # the position before the first cut that a value crosses
-        self.depth: dict[Var, int] = {}  # number of equations of a cheap computation; absent: not cheap
+        self.depth = dict.fromkeys(
+            (*loop.consts, *loop.rows), 0
+        )  # number of equations of a cheap computation; absent: not cheap
 
     def run(self) -> PlacedBody:
-        eqns = self._open(self.loop.body.eqns, recompute=False)
+        eqns = self._open(self.loop.eqns, recompute=False)
         self._number_cuts(eqns)
         kept = self._lows(eqns)
         ys = self._ys(kept)
@@ -353,20 +332,12 @@ class _Placer:
             low = _latest(low, self.at(atom))
         depth: int | None = None
         if low is None and eqn.primitive.name in CHEAP and not eqn.effects:
-            known = [self.depth.get(b, 0 if b in self._inputs else None) for b in self._vars(eqn)]
+            known = [self.depth.get(b) for b in self._vars(eqn)]
             depth = None if None in known else 1 + sum(d for d in known if d is not None)
         for v in eqn.outvars:
             self.low[v] = low
             if depth is not None and depth <= CHEAP_DEPTH:
                 self.depth[v] = depth
-
-    @property
-    def _inputs(self) -> set[Var]:
-        if not hasattr(self, "_all_inputs"):
-            body, loop = self.loop.body, self.loop
-            carried = body.invars[loop.consts : loop.consts + loop.carries]
-            self._all_inputs = set(body.invars) - set(carried)
-        return self._all_inputs
 
     def _vars(self, eqn: Eqn) -> list[Var]:
         return [b for a in eqn.invars if not compat.is_literal(b := self.base(a))]
@@ -375,9 +346,8 @@ class _Placer:
 
     def _ys(self, eqns: list[Eqn]) -> list[Atom]:
         """The stacked results of the loop; a result that is state becomes a copy of it."""
-        loop = self.loop
-        carried = set(loop.body.invars[loop.consts : loop.consts + loop.carries])
-        ys = [self.base(a) for a in loop.body.outvars[loop.carries :]]
+        carried = {c.before for c in self.loop.carries}
+        ys = [self.base(a) for a in self.loop.stacks.values()]
         for i, y in enumerate(ys):
             if not compat.is_literal(y) and y in carried:
                 ys[i] = self._copied(y, eqns)
@@ -390,36 +360,35 @@ class _Placer:
         return var
 
     def _carries(self, eqns: list[Eqn], ys: Sequence[Atom]) -> tuple[list[CarryPart], list[Eqn]]:
-        loop, body = self.loop, self.loop.body
         made = {v: e for e in eqns for v in e.outvars}
         readers: dict[Var, int] = {}
         for e in eqns:
             for v in self._vars(e):
                 readers[v] = readers.get(v, 0) + 1
-        for a in (*body.outvars[: loop.carries], *ys):
+        for a in (*(c.after for c in self.loop.carries), *ys):
             if not compat.is_literal(b := self.base(a)):
                 readers[b] = readers.get(b, 0) + 1
         parts: list[CarryPart] = []
         extra: list[Eqn] = []
-        for j in range(loop.carries):
-            before, out = body.invars[loop.consts + j], self.base(body.outvars[j])
+        for c in self.loop.carries:
+            before, out = c.before, self.base(c.after)
             add = None if compat.is_literal(out) else made.get(out)
             reads = [] if add is None else [self.base(a) for a in add.invars]
             is_sum = add is not None and add.primitive.name in ADDITIONS and before in reads
             if add is None or not is_sum or readers.get(before, 0) > 1:
                 after = out if add is not None else self._copied(out, eqns)
-                parts.append(CarryPart(j, before, after, -1, state=True))
+                parts.append(CarryPart(c, before, after, -1, state=True))
                 continue
             term = add.invars[1 - reads.index(before)]
             groups = reassociate(term, self.base, made, readers, self._stage_at)
             if len(groups) < 2:
-                parts.append(CarryPart(j, before, out, -1))
+                parts.append(CarryPart(c, before, out, -1))
                 continue
             for i, (_, value, eqns_of) in enumerate(groups):
                 start = before if i == 0 else compat.fresh_var(before.aval)
                 after = compat.fresh_var(out.aval)
                 extra += [*eqns_of, add.replace(invars=[start, value], outvars=[after])]
-                parts.append(CarryPart(j, start, after, -1))
+                parts.append(CarryPart(c, start, after, -1))
         return parts, extra
 
     def _follow(self, eqns: Sequence[Eqn], parts: Sequence[CarryPart]) -> dict[Var, set[int]]:

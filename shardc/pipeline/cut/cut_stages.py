@@ -14,19 +14,18 @@ on every stage that reads it. A scalar computed from scalars of several stages i
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from shardc import compat
 from shardc.compat import Atom, Eqn, Jaxpr, Var
 from shardc.errors import PipelineError, all_offenders
 from shardc.ir.boundary import MARKS
 from shardc.ir.eqns import add_eqn, full_eqn
-from shardc.ir.nested import scan_params
+from shardc.ir.loop import Carry, Loop
 from shardc.ir.program import Program
 from shardc.ir.transfer import receive_p, send_p
 from shardc.ir.walk import renamed, with_atoms
 from shardc.pipeline.cut.cut_loop import (
-    MicrobatchLoop,
     PlacedBody,
     boundary_lines,
     find_loop,
@@ -102,7 +101,7 @@ class Cut:
     stages: tuple[StageProgram, ...]
     homes: tuple[int, ...]
     crossings: tuple[Crossing, ...]
-    loop: MicrobatchLoop
+    loop: Loop
     body: PlacedBody
 
 
@@ -162,7 +161,7 @@ def _between(stage: int, stages: int, lines: Sequence[str]) -> str:
 @dataclass
 class _Assembler:
     program: Program
-    loop: MicrobatchLoop
+    loop: Loop
     body: PlacedBody
     crossings: list[Crossing] = field(default_factory=list[Crossing])
     positions: list[dict[Var, int]] = field(init=False)
@@ -203,9 +202,9 @@ class _Assembler:
         self.sums: list[Eqn] = []
         self.scans: list[Eqn | None] = []
         self.made_in: dict[Var, int] = {}
-        outs = self._carry_results()
+        ends = self._ends()
         for s in range(n):
-            self.scans.append(self._scan(s, eqns[s], outs))
+            self.scans.append(self._scan(s, eqns[s], ends))
 
     def _copy_names(self, copies: Mapping[Var, Sequence[int]]) -> dict[tuple[int, Var], Var]:
         """The variable of each value at each position: a fresh one if a stage computes the value twice."""
@@ -220,7 +219,7 @@ class _Assembler:
     def _loop_crossings(self, copies: Mapping[Var, Sequence[int]]) -> tuple[dict[Var, list[int]], list[list[Eqn]]]:
         """The numbers of the crossings of each value in the loop, and the receives of each stage."""
         n = self.count
-        inputs = {*self.loop.body.invars, *(p.before for p in self.body.carries)}
+        inputs = {*self.loop.operands, *(p.before for p in self.body.carries)}
         takes: dict[tuple[Var, int], int] = {}  # value and stage: the first position that reads it there
         for p, eqn in self.body.eqns:
             for v in eqn.invars:
@@ -241,54 +240,38 @@ class _Assembler:
             self.positions[stage][v] = p
         return gives, received
 
-    def _carry_results(self) -> dict[int, list[Var]]:
-        """For each carry, the outer variables of its parts. The additions of several parts go to `self.sums`."""
-        outs: dict[int, list[Var]] = {}
-        for j in range(self.loop.carries):
-            parts = [p for p in self.body.carries if p.number == j]
-            total = self.loop.eqn.outvars[j]
+    def _ends(self) -> dict[Var, Var]:
+        """The result of each part of a carry, by its value before a microbatch. Sums of parts go to `self.sums`."""
+        ends: dict[Var, Var] = {}
+        for c in self.loop.carries:
+            parts = [p.before for p in self.body.carries if p.carry is c]
             if len(parts) < 2:
-                outs[j] = [total]
+                ends |= dict.fromkeys(parts, c.end)
                 continue
-            outs[j] = [compat.fresh_var(total.aval) for _ in parts]
-            so_far: Var = outs[j][0]
-            for i, part in enumerate(outs[j][1:], 2):
-                after = total if i == len(parts) else compat.fresh_var(total.aval)
-                self.sums.append(add_eqn(so_far, part, after, self.loop.eqn))
+            ends |= {v: compat.fresh_var(c.end.aval) for v in parts}
+            so_far = ends[parts[0]]
+            for part in parts[1:]:
+                after = c.end if part is parts[-1] else compat.fresh_var(c.end.aval)
+                self.sums.append(add_eqn(so_far, ends[part], after, self.loop.eqn))
                 so_far = after
-        return outs
+        return ends
 
-    def _scan(self, stage: int, eqns: list[Eqn], outs: Mapping[int, list[Var]]) -> Eqn | None:
-        loop, body, n = self.loop, self.loop.body, self.count
-        mine = [(i, p) for i, p in enumerate(self.body.carries) if stage_of(p.position, n) == stage]
-        ys = [(k, y) for k, (y, p) in enumerate(self.body.ys) if stage_of(p, n) == stage]
-        read = {a for e in eqns for a in compat.variables(e.invars)}
-        read |= {a for a in (*(p.after for _, p in mine), *(y for _, y in ys)) if not compat.is_literal(a)}
-        operands = dict(zip(body.invars, loop.eqn.invars, strict=True))
-        consts = [v for v in body.invars[: loop.consts] if v in read]
-        xs = [v for v in body.invars[loop.consts + loop.carries :] if v in read]
+    def _scan(self, stage: int, eqns: list[Eqn], ends: Mapping[Var, Var]) -> Eqn | None:
         if not eqns:
             return None
-        starts: list[Atom] = []
-        results: list[Var] = []
-        for i, part in mine:
-            if part.before in operands:
-                starts.append(operands[part.before])
-            else:
-                zero = compat.fresh_var(part.before.aval)
-                self.zeros[stage].append(full_eqn(0, zero))
-                starts.append(zero)
-            nth = sum(1 for q in self.body.carries[:i] if q.number == part.number)
-            results.append(outs[part.number][nth])
-        results += [loop.eqn.outvars[loop.carries + k] for k, _ in ys]
-        inner = compat.new_jaxpr(
-            [*consts, *(p.before for _, p in mine), *xs],
-            [*(p.after for _, p in mine), *(y for _, y in ys)], eqns, body,
-        )  # fmt: skip
-        invars = [*(operands[v] for v in consts), *starts, *(operands[v] for v in xs)]
-        params = scan_params(loop.eqn, inner, len(consts), len(mine))
-        self.made_in |= dict.fromkeys(results, stage)
-        return loop.eqn.replace(invars=invars, outvars=results, params=params, effects=inner.effects)
+        loop, n = self.loop, self.count
+        carries: list[Carry] = []
+        for part in self.body.carries:
+            if stage_of(part.position, n) == stage:
+                start = part.carry.start
+                if part.before is not part.carry.before:
+                    start = compat.fresh_var(part.before.aval)
+                    self.zeros[stage].append(full_eqn(0, start))
+                carries.append(Carry(part.before, part.after, start, ends[part.before]))
+        ys = zip(loop.stacks, self.body.ys, strict=True)
+        mine = replace(loop, carries=carries, stacks={v: y for v, (y, p) in ys if stage_of(p, n) == stage})
+        self.made_in |= dict.fromkeys(mine.results, stage)
+        return mine.reading(eqns).equation()
 
     def _cross(self, v: Var, sent: tuple[int, int], received: tuple[int, int], *, in_loop: bool, line: str) -> int:
         """Add a crossing. Returns its number.
@@ -309,8 +292,8 @@ class _Assembler:
         jaxpr = self.program.jaxpr
         names: dict[Var, Atom] = {}
         outer: list[Eqn] = []
-        for i, eqn in enumerate(jaxpr.eqns):
-            if i == self.loop.index:
+        for eqn in jaxpr.eqns:
+            if eqn is self.loop.eqn:
                 outer.append(eqn)
                 outer += self.sums
             elif eqn.primitive in MARKS:

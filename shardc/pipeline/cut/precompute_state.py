@@ -10,17 +10,18 @@ own, forward and backward, in any order of microbatches. State that never change
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Final
 
 from shardc import compat
-from shardc.compat import Atom, Eqn, Jaxpr, Var
+from shardc.compat import Atom, Eqn, Var
 from shardc.ir.boundary import microbatches_p
-from shardc.ir.nested import scan_of, scan_params
+from shardc.ir.loop import Carry, Loop
 from shardc.ir.program import Program
 from shardc.ir.walk import ADDITIONS, bytes_of, reads_of, renamed, with_atoms
-from shardc.passes.trace.canonicalize import canonical_jaxpr
-from shardc.pipeline.cut.cut_loop import MicrobatchLoop, find_loops
+from shardc.passes.trace.canonicalize import with_own_bodies
+from shardc.pipeline.cut.cut_loop import find_loops
 
 SMALL: Final = 1 << 12
 """The most bytes of a value that is computed for all microbatches before the loop."""
@@ -30,113 +31,79 @@ def precompute_state(program: Program) -> Program:
     """The program in which state that depends on no data is computed before the loop and read as rows of the batch. A
     program without exactly one loop over microbatches is unchanged."""
     loops = find_loops(program.jaxpr)
-    if len(loops) != 1 or scan_of(loops[0].eqn).reverse:
+    if len(loops) != 1 or loops[0].reverse:
         return program
-    (loop,) = loops
-    body, jaxpr = loop.body, program.jaxpr
-    befores = body.invars[loop.consts : loop.consts + loop.carries]
-    afters = body.outvars[: loop.carries]
-    fixed = [j for j, (a, b) in enumerate(zip(afters, befores, strict=True)) if a is b]
-    ahead, eqns = _ahead(loop, befores, afters, fixed)
+    (loop,), jaxpr = loops, program.jaxpr
+    fixed = [c for c in loop.carries if c.after is c.before]
+    loop = replace(
+        loop, consts={**loop.consts, **{c.before: c.start for c in fixed}},
+        carries=[c for c in loop.carries if c not in fixed],
+    )  # fmt: skip
+    ahead, eqns = _ahead(loop)
     if not fixed and not ahead:
         return program
-    starts = loop.eqn.invars[loop.consts : loop.consts + loop.carries]
-    first, rows = _first_loop(loop, ahead, eqns, befores, afters, starts) if ahead else ([], [])
-    outer = [*jaxpr.eqns[: loop.index], *first, _rest(loop, fixed, ahead, rows), *jaxpr.eqns[loop.index + 1 :]]
-    names: dict[Var, Atom] = {loop.eqn.outvars[j]: starts[j] for j in fixed}
+    first, rows = _first_loop(loop, ahead, eqns) if ahead else ([], {})
+    rest = replace(loop, carries=[c for c in loop.carries if c not in ahead], rows={**loop.rows, **rows})
+    new = [*first, rest.live().equation()]
+    names: dict[Var, Atom] = {c.end: c.start for c in fixed}
+    eqns = [with_atoms(e, names) for old in jaxpr.eqns for e in (new if old is loop.eqn else [old])]
     outvars = renamed(jaxpr.outvars, names)
-    eqns = [with_atoms(e, names) for e in outer]
     return program.after("precompute_state", compat.new_jaxpr(jaxpr.invars, outvars, eqns, jaxpr))
 
 
-def _ahead(
-    loop: MicrobatchLoop, befores: Sequence[Var], afters: Sequence[Atom], fixed: Sequence[int]
-) -> tuple[list[int], list[Eqn]]:
-    """The numbers of the carries that can be computed before the loop, and the equations that compute them."""
-    body = loop.body
-    made = {v: i for i, e in enumerate(body.eqns) for v in e.outvars}
-    reads = reads_of(body.eqns, body.outvars)
-    number = {v: j for j, v in enumerate(befores)}
-    constant = {*body.invars[: loop.consts], *(befores[j] for j in fixed)}
-    slices: dict[int, tuple[set[int], set[int]]] = {}
-    for j, (before, after) in enumerate(zip(befores, afters, strict=True)):
-        if j in fixed or bytes_of(before) > SMALL or _is_sum(before, after, made, body, reads):
+def _ahead(loop: Loop) -> tuple[list[Carry], list[Eqn]]:
+    """The carries that can be computed before the loop, and the equations that compute them."""
+    made = {v: e for e in loop.eqns for v in e.outvars}
+    reads = reads_of(loop.eqns, loop.results.values())
+    befores = {c.before for c in loop.carries}
+    slices: dict[Var, tuple[set[Eqn], set[Var]]] = {}
+    for c in loop.carries:
+        if bytes_of(c.before) > SMALL or _is_sum(c, made, reads):
             continue
-        found = _slice(after, made, body, number, constant)
+        found = _slice(c.after, made, befores, loop.consts)
         if found is not None:
-            slices[j] = found
-    while dropped := [j for j, (_, needed) in slices.items() if not needed <= set(slices)]:
-        for j in dropped:
-            del slices[j]
-    wanted = set[int]().union(*(eqns for eqns, _ in slices.values()))
-    return sorted(slices), [body.eqns[i] for i in sorted(wanted)]
+            slices[c.before] = found
+    while dropped := [v for v, (_, needed) in slices.items() if not needed <= slices.keys()]:
+        for v in dropped:
+            del slices[v]
+    wanted = set[Eqn]().union(*(eqns for eqns, _ in slices.values()))
+    return [c for c in loop.carries if c.before in slices], [e for e in loop.eqns if e in wanted]
 
 
-def _is_sum(before: Var, after: Atom, made: Mapping[Var, int], body: Jaxpr, reads: Mapping[Var, int]) -> bool:
+def _is_sum(c: Carry, made: Mapping[Var, Eqn], reads: Mapping[Var, int]) -> bool:
     """Whether a carry is a sum over microbatches: each stage makes its own part of it."""
-    if compat.is_literal(after) or after not in made:
+    eqn = None if compat.is_literal(c.after) else made.get(c.after)
+    if eqn is None:
         return False
-    eqn = body.eqns[made[after]]
-    return eqn.primitive.name in ADDITIONS and reads[before] == 1 and any(a is before for a in eqn.invars)
+    return eqn.primitive.name in ADDITIONS and reads[c.before] == 1 and any(a is c.before for a in eqn.invars)
 
 
 def _slice(
-    after: Atom, made: Mapping[Var, int], body: Jaxpr, number: Mapping[Var, int], constant: set[Var]
-) -> tuple[set[int], set[int]] | None:
+    after: Atom, made: Mapping[Var, Eqn], befores: Collection[Var], constant: Collection[Var]
+) -> tuple[set[Eqn], set[Var]] | None:
     """The equations that compute a value, and the carries that they read; None if they read data or are heavy."""
-    eqns, carries, pending = set[int](), set[int](), [after]
+    eqns, carries, pending = set[Eqn](), set[Var](), [after]
     while pending:
         v = pending.pop()
         if compat.is_literal(v) or v in constant:
             continue
-        if v in number:
-            carries.add(number[v])
-        elif v not in made:
+        if v in befores:
+            carries.add(v)
+        elif (eqn := made.get(v)) is None:
             return None
-        elif made[v] not in eqns:
-            eqn = body.eqns[made[v]]
+        elif eqn not in eqns:
             if eqn.effects or any(bytes_of(o) > SMALL for o in eqn.outvars):
                 return None
-            eqns.add(made[v])
+            eqns.add(eqn)
             pending += eqn.invars
     return eqns, carries
 
 
-def _first_loop(
-    loop: MicrobatchLoop, ahead: Sequence[int], eqns: Sequence[Eqn], befores: Sequence[Var], afters: Sequence[Atom],
-    starts: Sequence[Atom],
-) -> tuple[list[Eqn], list[Var]]:  # fmt: skip
+def _first_loop(loop: Loop, ahead: Sequence[Carry], eqns: Sequence[Eqn]) -> tuple[list[Eqn], dict[Var, Var]]:
     """The equations that compute the state before the main loop, and the stacked values that the main loop reads as
     rows."""
-    body, operand = loop.body, dict(zip(loop.body.invars, loop.eqn.invars, strict=True))
-    mine = [befores[j] for j in ahead]
-    read = {a for e in eqns for a in compat.variables(e.invars)} | {afters[j] for j in ahead}
-    consts = [v for v in body.invars[: loop.consts + loop.carries] if v in read and v not in mine]
-    inner = compat.new_jaxpr([*consts, *mine], [*(afters[j] for j in ahead), *mine], eqns, body)
-    inner = canonical_jaxpr(inner, ())  # the two loops share no variables
-    stacks = [compat.fresh_var(v.aval.update(shape=(loop.microbatches, *v.aval.shape))) for v in mine]
-    scan = loop.eqn.replace(
-        invars=[*(operand[v] for v in consts), *(starts[j] for j in ahead)],
-        outvars=[*(loop.eqn.outvars[j] for j in ahead), *stacks],
-        params=scan_params(loop.eqn, inner, len(consts), len(mine)), effects=inner.effects,
-    )  # fmt: skip
-    rows = [compat.fresh_var(v.aval) for v in stacks]
-    marks = [compat.new_eqn([v], [r], microbatches_p, {}, loop.eqn) for v, r in zip(stacks, rows, strict=True)]
-    return [scan, *marks], rows
-
-
-def _rest(loop: MicrobatchLoop, fixed: Sequence[int], ahead: Sequence[int], rows: Sequence[Var]) -> Eqn:
-    """The main loop, without the carries that have become constants or rows."""
-    body, eqn, nc, nk = loop.body, loop.eqn, loop.consts, loop.carries
-    left = [j for j in range(nk) if j not in fixed and j not in ahead]
-    order = [*range(nc), *(nc + j for j in fixed), *(nc + j for j in left), *range(nc + nk, len(body.invars))]
-    outs = [*left, *range(nk, len(body.outvars))]
-    inner = compat.new_jaxpr(
-        [*(body.invars[i] for i in order), *(body.invars[nc + j] for j in ahead)],
-        [body.outvars[i] for i in outs], body.eqns, body,
-    )  # fmt: skip
-    inner = compat.remove_dead(inner, [True] * len(outs))
-    return eqn.replace(
-        invars=[*(eqn.invars[i] for i in order), *rows], outvars=[eqn.outvars[i] for i in outs],
-        params=scan_params(eqn, inner, nc + len(fixed), len(left)), effects=inner.effects,
-    )  # fmt: skip
+    stacks = {loop.stack_of(c.before): c.before for c in ahead}
+    first = replace(loop, carries=ahead, rows={}, stacks=stacks).reading(eqns)
+    rows = {before: compat.fresh_var(stack.aval) for stack, before in stacks.items()}
+    marks = [compat.new_eqn([stack], [rows[v]], microbatches_p, {}, loop.eqn) for stack, v in stacks.items()]
+    return [with_own_bodies(first.equation()), *marks], rows  # the two loops share no variables

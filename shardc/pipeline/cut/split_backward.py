@@ -9,15 +9,16 @@ I. A scan over layers is split into two scans: the first one keeps the values th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from shardc import compat
 from shardc.compat import Atom, Eqn, Var
 from shardc.ir.eqns import copy_eqn
-from shardc.ir.nested import REMAT, bodies_of, scan_of, scan_params
-from shardc.ir.walk import with_atoms
-from shardc.passes.trace.canonicalize import canonical_jaxpr
+from shardc.ir.loop import Loop
+from shardc.ir.nested import REMAT, bodies_of
+from shardc.ir.walk import reads_of, with_atoms
+from shardc.passes.trace.canonicalize import with_own_bodies
 from shardc.pipeline.cut.cut_loop import PlacedBody, backward_position, stage_of, weight_position
 
 
@@ -111,10 +112,10 @@ def _needed(eqns: Sequence[Eqn], awaited: set[Var]) -> set[Eqn]:
     return found
 
 
-def _wanted(eqn: Eqn, eqns: Sequence[Eqn], needed: set[Eqn], awaited: set[Var]) -> list[bool]:
-    """For each result of an equation, whether the awaited values need it."""
+def _wanted(eqn: Eqn, eqns: Sequence[Eqn], needed: set[Eqn], awaited: set[Var]) -> set[Var]:
+    """The results of an equation that the awaited values need."""
     read = {v for e in eqns if e in needed and e is not eqn for v in compat.variables(e.invars)} | awaited
-    return [v in read for v in eqn.outvars]
+    return read.intersection(eqn.outvars)
 
 
 def _mixed(eqn: Eqn, eqns: Sequence[Eqn], needed: set[Eqn], awaited: set[Var], results: set[Var]) -> bool:
@@ -122,7 +123,7 @@ def _mixed(eqn: Eqn, eqns: Sequence[Eqn], needed: set[Eqn], awaited: set[Var], r
         return False
     used = {v for e in eqns for v in compat.variables(e.invars)} | results
     wanted = _wanted(eqn, eqns, needed, awaited)
-    return any(not w and v in used for v, w in zip(eqn.outvars, wanted, strict=True))
+    return any(v in used and v not in wanted for v in eqn.outvars)
 
 
 def _open(eqn: Eqn) -> list[Eqn]:
@@ -145,69 +146,42 @@ def _open(eqn: Eqn) -> list[Eqn]:
 
 def _fission(eqn: Eqn, eqns: Sequence[Eqn], needed: set[Eqn], awaited: set[Var]) -> list[Eqn] | None:
     """A scan as two scans: the first makes the wanted results, the second the rest. None if the first needs all."""
-    scan = scan_of(eqn)
-    body, nc, nk = scan.body, scan.consts, scan.carries
-    wanted = _wanted(eqn, eqns, needed, awaited)
-    carried = body.invars[nc : nc + nk]
-    inner = list(body.eqns)
-    early = {i for i in range(len(wanted)) if wanted[i]}
+    loop, early = Loop.of(eqn), _wanted(eqn, eqns, needed, awaited)
+    made, inner = loop.results, loop.eqns
     while True:  # carries that the first part reads are the first part's
-        roots = {a for i, a in enumerate(body.outvars) if i in early and not compat.is_literal(a)}
-        first, second = part(inner, roots, [a for a in body.outvars if not compat.is_literal(a)])
+        roots = set(compat.variables(a for v, a in made.items() if v in early))
+        first, second = part(inner, roots, compat.variables(made.values()))
         inner = [*first, *second]
         read = {v for e in first for v in compat.variables(e.invars)} | roots
-        more = early | {i for i, v in enumerate(carried) if v in read}
+        more = early | {c.end for c in loop.carries if c.before in read}
         if more == early:
             break
         early = more
-    late = [i for i in range(len(body.outvars)) if i not in early]
+    late = made.keys() - early
     if not late or not second:
         return None
-    steps = {v for e in second for v in compat.variables(e.invars)} | {
-        body.outvars[i] for i in late if not compat.is_literal(body.outvars[i])
-    }
-    there = dict.fromkeys([*(v for e in first for v in e.outvars), *(carried[i] for i in range(nk) if i in early)])
-    kept = [v for v in there if v in steps]
-    kept_outer = [compat.fresh_var(_stacked(v.aval, scan.length)) for v in kept]
-    stacks = dict(zip(kept, kept_outer, strict=True))
-    one = _ScanPart(first, [i for i in range(len(body.outvars)) if i in early], stacks, {})
-    return [_scan(eqn, one), _scan(eqn, _ScanPart(second, late, {}, stacks))]
+    steps = reads_of(second, (made[v] for v in late))
+    there = dict.fromkeys((*(v for e in first for v in e.outvars), *(c.before for c in loop.carries if c.end in early)))
+    kept = {v: loop.stack_of(v) for v in there if v in steps}
+    return [
+        _scan(loop, first, early, gives={stack: v for v, stack in kept.items()}, takes={}),
+        _scan(loop, second, late, gives={}, takes=kept),
+    ]
 
 
-@dataclass(frozen=True)
-class _ScanPart:
-    """A part of a scan's body that becomes a scan of its own.
+def _scan(
+    loop: Loop, eqns: Sequence[Eqn], results: Collection[Var], gives: Mapping[Var, Var], takes: Mapping[Var, Var]
+) -> Eqn:
+    """The scan of a part of another one's body.
 
-    Attributes:
-      eqns: the equations.
-      results: the numbers of the scan's results that they make, carries first.
-      gives: values that it stacks for the other part, with the variables of the stacks.
-      takes: values that it reads from the other part, with the variables of the stacks.
+    Args:
+      loop: the other one.
+      eqns, results: the equations, and the results of the loop that they make.
+      gives: values that it stacks for the other part, by their stacks.
+      takes: values that it reads from the other part, with their stacks.
     """
-
-    eqns: Sequence[Eqn]
-    results: Sequence[int]
-    gives: Mapping[Var, Var]
-    takes: Mapping[Var, Var]
-
-
-def _scan(eqn: Eqn, part: _ScanPart) -> Eqn:
-    """The scan of a part of another scan's body."""
-    scan = scan_of(eqn)
-    body, nc, nk = scan.body, scan.consts, scan.carries
-    befores = [body.invars[nc + i] for i in part.results if i < nk]
-    outs = [*(body.outvars[i] for i in part.results), *part.gives]
-    read = {v for e in part.eqns for v in compat.variables(e.invars)} | set(compat.variables(outs))
-    consts = [v for v in body.invars[:nc] if v in read]
-    xs = [*(v for v in body.invars[nc + nk :] if v in read), *part.takes]
-    inner = compat.new_jaxpr([*consts, *befores, *xs], outs, part.eqns, body)
-    operand: dict[Var, Atom] = {**dict(zip(body.invars, eqn.invars, strict=True)), **part.takes}
-    invars = [operand[v] for v in (*consts, *befores, *xs)]
-    inner = canonical_jaxpr(inner, ())  # the two scans share no variables
-    params = scan_params(eqn, inner, len(consts), len(befores))
-    outvars = [*(eqn.outvars[i] for i in part.results), *part.gives.values()]
-    return eqn.replace(invars=invars, outvars=outvars, params=params, effects=inner.effects)
-
-
-def _stacked(aval: object, length: int) -> object:
-    return aval.update(shape=(length, *aval.shape))  # type: ignore[attr-defined]
+    mine = replace(
+        loop, carries=[c for c in loop.carries if c.end in results], rows={**loop.rows, **takes},
+        stacks={**{v: row for v, row in loop.stacks.items() if v in results}, **gives},
+    )  # fmt: skip
+    return with_own_bodies(mine.reading(eqns).equation())  # the two scans share no variables

@@ -21,7 +21,8 @@ from shardc import compat
 from shardc.compat import Atom, Eqn, Jaxpr, Var
 from shardc.ir.box import Boxed, box_p
 from shardc.ir.eqns import copy_eqn, full_eqn, put_at_eqn, slice_at_eqn, squeeze_eqn, unsqueeze_eqn
-from shardc.ir.nested import bodies_of, scan_of
+from shardc.ir.loop import Loop
+from shardc.ir.nested import bodies_of
 from shardc.ir.program import Program
 from shardc.ir.transfer import receive_p, send_p, transfer_number
 from shardc.ir.walk import local_bytes, reads_of, with_atoms
@@ -127,11 +128,11 @@ class _TaskSplitter:
         self.jaxpr: Jaxpr = plan.boxed.jaxpr
         self.arguments: list[Var] = list(self.jaxpr.invars)
         found = [i for i, e in enumerate(self.jaxpr.eqns) if e.primitive.name == "scan" and _is_loop(e, stage)]
-        self.scan: Eqn | None = self.jaxpr.eqns[found[0]] if found else None
+        self.loop: Loop | None = Loop.of(self.jaxpr.eqns[found[0]]) if found else None
         self.at = found[0] if found else 0
 
     def run(self) -> StageTasks:
-        loop, stash = self._loop() if self.scan is not None else ({}, {})
+        loop, stash = ({}, {}) if self.loop is None else self._loop(self.loop)
         load = self._load()
         updates = self._updates()
         return StageTasks(load, loop, updates, stash, tuple(self.arguments), tuple(self.jaxpr.outvars))
@@ -160,18 +161,17 @@ class _TaskSplitter:
 
     # -- the loop
 
-    def _loop(self) -> tuple[dict[int, StageTask], dict[tuple[int, int], tuple[Var, ...]]]:
-        assert self.scan is not None
-        made, parts = self._parts(scan_of(self.scan).body)
+    def _loop(self, loop: Loop) -> tuple[dict[int, StageTask], dict[tuple[int, int], tuple[Var, ...]]]:
+        made, parts = self._parts(loop.eqns)
         stash = self._exchanged(made, parts)
-        self._keep(made, parts)
-        return {p: self._loop_task(p, parts[p]) for p in parts}, stash
+        self._keep(loop, made, parts)
+        return {p: self._loop_task(loop, p, parts[p]) for p in parts}, stash
 
-    def _parts(self, body: Jaxpr) -> tuple[dict[Var, int], dict[int, _LoopPart]]:
+    def _parts(self, eqns: Sequence[Eqn]) -> tuple[dict[Var, int], dict[int, _LoopPart]]:
         """The position that makes each value, and the equations and receives of each position, in order."""
         made: dict[Var, int] = {}
         parts: dict[int, _LoopPart] = {}
-        for eqn, positions in zip(body.eqns, self._positions(body), strict=True):
+        for eqn, positions in zip(eqns, self._positions(eqns), strict=True):
             for p in positions:
                 part = parts.setdefault(p, _LoopPart())
                 if eqn.primitive is receive_p:
@@ -200,41 +200,33 @@ class _TaskSplitter:
                     part.outputs[value] = None
         return {k: tuple(v) for k, v in stash.items()}
 
-    def _keep(self, made: Mapping[Var, int], parts: Mapping[int, _LoopPart]) -> None:
+    def _keep(self, loop: Loop, made: Mapping[Var, int], parts: Mapping[int, _LoopPart]) -> None:
         """Add the new values of sums and stacked results to the tasks that make them."""
-        assert self.scan is not None
-        scan, view = self.scan, scan_of(self.scan)
-        outvars, carries = view.body.outvars, view.carries
-        for after, total in zip(outvars[:carries], scan.outvars[:carries], strict=True):
-            part = parts[made[after]]
-            part.kept.append((total, after))
-            part.outputs[after] = None
-        for y, buffer in zip(outvars[carries:], scan.outvars[carries:], strict=True):
+        for c in loop.carries:
+            part = parts[made[c.after]]
+            part.kept.append((c.end, c.after))
+            part.outputs[c.after] = None
+        for buffer, y in loop.stacks.items():
             part = parts[min(parts) if compat.is_literal(y) or y not in made else made[y]]
             eqns, after = self._put(y, buffer)
             part.puts += eqns
             part.kept.append((buffer, after))
             part.outputs[after] = None
 
-    def _loop_task(self, position: int, part: _LoopPart) -> StageTask:
-        assert self.scan is not None
-        scan, view = self.scan, scan_of(self.scan)
-        operand = dict(zip(view.body.invars, scan.invars, strict=True))
-        consts, sums, rows = _sections(view.body.invars, view.consts, view.carries)
-        names: dict[Var, Atom] = {v: operand[v] for v in consts}
-        names |= zip(sums, scan.outvars[: view.carries], strict=True)
+    def _loop_task(self, loop: Loop, position: int, part: _LoopPart) -> StageTask:
+        names: dict[Var, Atom] = {**loop.consts, **{c.before: c.end for c in loop.carries}}
         eqns = [e for e in part.eqns if e.primitive is not send_p] + part.puts
         read = {a for e in eqns for a in compat.variables(e.invars)}
-        takes = [e for v in rows if v in read for e in self._take(v, operand[v])]
+        takes = [e for v, stack in loop.rows.items() if v in read for e in self._take(v, stack)]
         ties = {after: total for total, after in part.kept}
         eqns = advance_sums(takes + [with_atoms(e, names) for e in eqns], set(ties))
         ends = _Ends(part.received, part.sent, part.kept, ties)
         return self._task(f"task{position}", position, eqns, part.outputs, ends)
 
-    def _made_at(self, body: Jaxpr) -> dict[Var, int]:
+    def _made_at(self, eqns: Sequence[Eqn]) -> dict[Var, int]:
         """The position that makes each value; for a boxing the position of its operand."""
         made: dict[Var, int] = {}
-        for eqn in body.eqns:
+        for eqn in eqns:
             p = self.stage.position.get(eqn.outvars[0], None) if eqn.outvars else None
             if p is None:
                 p = next((made[a] for a in eqn.invars if not compat.is_literal(a) and a in made), None)
@@ -242,13 +234,13 @@ class _TaskSplitter:
                 made |= dict.fromkeys(eqn.outvars, p)
         return made
 
-    def _positions(self, body: Jaxpr) -> list[list[int]]:
+    def _positions(self, eqns: Sequence[Eqn]) -> list[list[int]]:
         """The positions of each equation of the boxed body. A boxing of a value that is available everywhere may have
         several."""
         readers: dict[Var, set[int]] = {}
         found: list[list[int]] = []
-        made = self._made_at(body)
-        for eqn in reversed(body.eqns):
+        made = self._made_at(eqns)
+        for eqn in reversed(eqns):
             at = made.get(eqn.outvars[0]) if eqn.outvars else self._effect(eqn, made)
             read = readers.get(eqn.outvars[0], set()) if eqn.primitive is box_p else set[int]()
             if eqn.primitive is not box_p:
@@ -297,9 +289,8 @@ class _TaskSplitter:
         eqns: list[Eqn] = []
         self.loaded: set[int] = set()
         kept: list[tuple[Var, Var]] = []
-        if self.scan is not None:
-            scan, view = self.scan, scan_of(self.scan)
-            needed = set(compat.variables(scan.invars))
+        if (loop := self.loop) is not None:
+            needed = set(compat.variables(loop.eqn.invars))
             for i in range(self.at - 1, -1, -1):
                 eqn = self.jaxpr.eqns[i]
                 if any(v in needed for v in eqn.outvars):
@@ -308,7 +299,7 @@ class _TaskSplitter:
             eqns = [self.jaxpr.eqns[i] for i in sorted(self.loaded)]
             made = {v for e in eqns for v in e.outvars}
             readers = reads_of(self.jaxpr.eqns, self.jaxpr.outvars)
-            for start, total in zip(scan.invars[view.consts : view.rows_at], scan.outvars, strict=False):
+            for start, total in ((c.start, c.end) for c in loop.carries):
                 if not compat.is_literal(start) and start in made and readers[start] == 1:
                     kept.append((total, start))
                     continue
@@ -319,19 +310,20 @@ class _TaskSplitter:
                 else:
                     eqns.append(copy_eqn(start, fresh))
                 kept.append((total, fresh))
-            for buffer in scan.outvars[view.carries :]:
+            for buffer in loop.stacks:
                 fresh = compat.fresh_var(buffer.aval)
                 self.placements[fresh] = self.placements[buffer]
                 eqns.append(full_eqn(0, fresh))
                 kept.append((buffer, fresh))
             kept += [(v, v) for e in self._after() for v in e.invars if not compat.is_literal(v) and v in made]
-            read = (*scan.invars[: view.consts], *scan.invars[view.rows_at :], *self.jaxpr.outvars)
+            read = (*loop.consts.values(), *loop.rows.values(), *self.jaxpr.outvars)
             kept += [(a, a) for a in read if not compat.is_literal(a) and a in made]
             kept = list(dict.fromkeys(kept))
         return self._task("load", -1, eqns, [v for _, v in kept], _Ends(kept=kept))
 
     def _after(self) -> list[Eqn]:
-        return [e for i, e in enumerate(self.jaxpr.eqns) if e is not self.scan and i not in self.loaded]
+        scan = None if self.loop is None else self.loop.eqn
+        return [e for i, e in enumerate(self.jaxpr.eqns) if e is not scan and i not in self.loaded]
 
     def _levels(self) -> list[tuple[Eqn, int]]:
         """The equations after the loop with their levels: as late as readers allow, unless another stage waits."""
@@ -373,7 +365,7 @@ class _TaskSplitter:
             if tie is not None and tie not in self.shared and not compat.is_literal(out)
         }
         sent_too = {e.invars[0] for eqns in parts.values() for e in eqns if e.primitive is send_p}
-        spare = [v for v in self.scan.outvars if v not in results | sent_too] if self.scan is not None else []
+        spare = [v for v in (self.loop.results if self.loop else ()) if v not in results | sent_too]
         tasks: dict[int, StageTask] = {}
         for at in sorted(set(parts) | set(received)):
             eqns = [e for e in parts.get(at, ()) if e.primitive is not send_p]
@@ -398,12 +390,6 @@ class _TaskSplitter:
             if alike := left.get((out.aval.shape, out.aval.dtype, self.placements[out])):
                 found[out] = alike.pop(0)
         return found
-
-
-def _sections(invars: Sequence[Var], consts: int, carries: int) -> tuple[Sequence[Var], Sequence[Var], Sequence[Var]]:
-    """The constants, carries and rows among the inputs of a scan's body."""
-    rows = consts + carries
-    return invars[:consts], invars[consts:rows], invars[rows:]
 
 
 def _is_loop(eqn: Eqn, stage: StageProgram) -> bool:

@@ -13,12 +13,13 @@ from shardc import compat
 from shardc.compat import Var
 from shardc.errors import PipelineError, StageMemoryError, all_offenders
 from shardc.ir.boundary import END, stage_boundary_p
+from shardc.ir.loop import Loop
 from shardc.ir.nested import REMAT
 from shardc.ir.program import Program
 from shardc.ir.walk import all_eqns, bytes_of, local_bytes
 from shardc.machine.mesh import MeshView
 from shardc.passes.estimate.plan_cost import whole_seconds
-from shardc.pipeline.cut.cut_loop import MicrobatchLoop, find_loop
+from shardc.pipeline.cut.cut_loop import find_loop
 from shardc.pipeline.cut_search.cut_points import Points, find_points
 from shardc.pipeline.cut_search.fold_body import FoldedBody, fold_body
 from shardc.pipeline.cut_search.mark_stages import mark_stages
@@ -112,7 +113,7 @@ def _ends(layers: Sequence[Layers], units: Pieces, measured: _Measured, cuts: Cu
     return found
 
 
-def _refuse_marks(loop: MicrobatchLoop, where: str) -> None:
+def _refuse_marks(loop: Loop, where: str) -> None:
     marks = [e for e in all_eqns(loop.body) if e.primitive is stage_boundary_p and e.params["cut"] != END]
     if marks:
         lines = list(dict.fromkeys(compat.source_line(e) for e in marks))
@@ -130,7 +131,7 @@ class _Measured:
     """The tables of costs of a loop's body."""
 
     program: Program
-    loop: MicrobatchLoop
+    loop: Loop
     wanted: Wanted
 
     @cached_property
@@ -154,7 +155,7 @@ class _Measured:
         return self.body.fold < len(self.body.eqns)
 
     def schedule(self, costs: StageCosts) -> Schedule:
-        return self.wanted.ordered(costs, self.loop.microbatches, self.has_backward)
+        return self.wanted.ordered(costs, self.loop.length, self.has_backward)
 
     @cached_property
     def holds(self) -> Sequence[int]:
@@ -232,12 +233,11 @@ class _Measured:
         """Bytes per device of an input of the body and the values that are kept with it."""
         owned = self.owned.get(v)
         if owned is None or not owned.arguments:
-            stacked = v in self.loop.body.invars[self.loop.consts + self.loop.carries :]
-            return bytes_of(v) * (self.loop.microbatches if stacked else 1) / view.size
+            return bytes_of(v) * (self.loop.length if v in self.loop.rows else 1) / view.size
         inputs, arguments = self.program.jaxpr.invars, self.wanted.arguments
         sizes = [_local_bytes(inputs[i], arguments[i], view) for i in owned.arguments]
         share = sizes[0] / bytes_of(inputs[owned.arguments[0]])
-        return sum(sizes) + share * sum(bytes_of(self.loop.eqn.outvars[j]) for j in owned.sums)
+        return sum(sizes) + share * sum(bytes_of(self.loop.carries[j].end) for j in owned.sums)
 
 
 def _local_bytes(v: Var, argument: Argument, view: MeshView) -> float:

@@ -78,18 +78,17 @@ class _Crossings:
 
     def _inputs(self, owners: Mapping[int, Sequence[Var]]) -> None:
         body, loop = self.body, self.body.loop
-        times = {v: list(body.reads.get(v, ())) for v in loop.body.invars}
+        times = {v: list(body.reads.get(v, ())) for v in loop.operands}
         gradients: dict[Var, float] = {}
         for carry, inputs in owners.items():
             for v in inputs:
                 for term in body.terms[carry]:
                     times[v].append(body.made[term])
                     gradients[v] = bytes_of(term)
-        stacked = set(loop.body.invars[loop.consts + loop.carries :])
         used = [v for v, t in times.items() if t]
         self.inputs = used
         self.input_size = _floats(
-            bytes_of(v) * (loop.microbatches if v in stacked else 1) + gradients.get(v, 0) for v in used
+            bytes_of(v) * (loop.length if v in loop.rows else 1) + gradients.get(v, 0) for v in used
         )
         self.input_ahead = [_ints(t for t in times[v] if t < self.fold) for v in used]
         first_last = [(min(a), max(a)) if len(a) else (NEVER, -1) for a in self.input_ahead]
@@ -142,7 +141,7 @@ class _Crossings:
         )
         if self.fold == self.n:
             return [(c, self.n, activation[0], 0.0, once[0])]
-        total = activation + gradient + once / self.body.loop.microbatches
+        total = activation + gradient + once / self.body.loop.length
         total = np.where(self.marked[span] > 0, total, np.inf)
         i = int(total.argmin())
         return [(c, span[i], activation[i], gradient[i], once[i])] if np.isfinite(total[i]) else []

@@ -13,8 +13,9 @@ from typing import Any
 
 from shardc import compat
 from shardc.compat import Atom, Eqn, Var
+from shardc.ir.loop import Loop
 from shardc.ir.walk import ADDITIONS, LINEAR, bytes_of, reads_of
-from shardc.pipeline.cut.cut_loop import CHEAP, CHEAP_DEPTH, MicrobatchLoop
+from shardc.pipeline.cut.cut_loop import CHEAP, CHEAP_DEPTH
 from shardc.pipeline.cut.reassociate import sum_terms
 
 
@@ -32,7 +33,7 @@ class FoldedBody:
       terms: for each sum over microbatches, the values that are added to it.
     """
 
-    loop: MicrobatchLoop
+    loop: Loop
     eqns: tuple[Eqn, ...]
     fold: int
     sums: frozenset[Eqn]
@@ -47,13 +48,11 @@ class FoldedBody:
     @cached_property
     def state(self) -> list[tuple[int, int]]:
         """The first read and the replacement of each state that is not a sum. Both have to be on one stage."""
-        loop = self.loop
-        befores = loop.body.invars[loop.consts : loop.consts + loop.carries]
         found: list[tuple[int, int]] = []
-        for before, after in zip(befores, loop.body.outvars, strict=False):
-            times = [t for t, e in enumerate(self.eqns) if e not in self.sums and before in e.invars]
-            if times and not compat.is_literal(after) and after in self.made:
-                found.append((min(times), self.made[after]))
+        for c in self.loop.carries:
+            times = [t for t, e in enumerate(self.eqns) if e not in self.sums and c.before in e.invars]
+            if times and not compat.is_literal(c.after) and c.after in self.made:
+                found.append((min(times), self.made[c.after]))
         return found
 
     @cached_property
@@ -69,9 +68,9 @@ class FoldedBody:
         return found
 
 
-def fold_body(loop: MicrobatchLoop) -> FoldedBody:
+def fold_body(loop: Loop) -> FoldedBody:
     """Fold the body of a loop."""
-    eqns = loop.body.eqns
+    eqns = loop.eqns
     fold = next((i for i, e in enumerate(eqns) if is_transposed(e)), len(eqns))
     sums, terms = _sums(loop)
     cheap = _cheap(loop)
@@ -85,20 +84,19 @@ def is_transposed(eqn: Eqn) -> bool:
     return "transpose(" in str(eqn.source_info.name_stack).partition("jvp(")[0]
 
 
-def _sums(loop: MicrobatchLoop) -> tuple[frozenset[Eqn], tuple[tuple[Var, ...], ...]]:
+def _sums(loop: Loop) -> tuple[frozenset[Eqn], tuple[tuple[Var, ...], ...]]:
     """The equations that only sum into carries, and the terms of each carry."""
-    body = loop.body
-    made = {v: e for e in body.eqns for v in e.outvars}
-    readers = reads_of(body.eqns, body.outvars)
+    made = {v: e for e in loop.eqns for v in e.outvars}
+    readers = reads_of(loop.eqns, loop.results.values())
     inner: set[Eqn] = set()
     terms: list[tuple[Var, ...]] = []
-    for before, out in zip(body.invars[loop.consts :], body.outvars[: loop.carries], strict=False):
+    for c in loop.carries:
         found: list[Var] = []
-        add = None if compat.is_literal(out) else made.get(out)
-        if add is not None and add.primitive.name in ADDITIONS and before in add.invars and readers[before] == 1:
+        add = None if compat.is_literal(c.after) else made.get(c.after)
+        if add is not None and add.primitive.name in ADDITIONS and c.before in add.invars and readers[c.before] == 1:
             inner.add(add)
             for a in add.invars:
-                if a is not before:
+                if a is not c.before:
                     leaves = sum_terms(a, lambda x: x, made, readers)
                     ends = [_behind_linear(t, made, readers) for t, _ in leaves if not compat.is_literal(t)]
                     found += ends
@@ -124,14 +122,12 @@ def _between(atom: Atom, leaves: set[Var], made: Mapping[Var, Eqn]) -> set[Eqn]:
     return {made[atom]}.union(*(_between(a, leaves, made) for a in made[atom].invars))
 
 
-def _cheap(loop: MicrobatchLoop) -> dict[Var, frozenset[Var]]:
+def _cheap(loop: Loop) -> dict[Var, frozenset[Var]]:
     """The values that are recomputed wherever they are read, as in `cut_loop`, and the inputs that they depend on."""
-    body = loop.body
-    carried = body.invars[loop.consts : loop.consts + loop.carries]
-    roots: dict[Var, frozenset[Var]] = {v: frozenset((v,)) for v in set(body.invars) - set(carried)}
+    roots = {v: frozenset((v,)) for v in (*loop.consts, *loop.rows)}
     depth = dict.fromkeys(roots, 0)
     cheap: dict[Var, frozenset[Var]] = {}
-    for eqn in body.eqns:
+    for eqn in loop.eqns:
         operands = [a for a in eqn.invars if not compat.is_literal(a)]
         if eqn.primitive.name not in CHEAP or eqn.effects or any(a not in depth for a in operands):
             continue

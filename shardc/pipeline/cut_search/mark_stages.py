@@ -11,11 +11,11 @@ All values that cross a point of the folded body pass the boundary there, as if 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from shardc import compat
 from shardc.compat import Atom, Eqn, Var
 from shardc.ir.boundary import stage_boundary_p
-from shardc.ir.nested import with_bodies
 from shardc.ir.program import Program
 from shardc.pipeline.cut_search.cut_points import Points
 from shardc.pipeline.cut_search.fold_body import FoldedBody
@@ -24,12 +24,8 @@ from shardc.pipeline.cut_search.fold_body import FoldedBody
 def mark_stages(program: Program, body: FoldedBody, points: Points, cuts: Sequence[int]) -> Program:
     """The program with a boundary at each of the points `cuts`, in ascending order."""
     eqns = _Marker(body, points, cuts).run()
-    old = body.loop.body
-    inner = compat.new_jaxpr(old.invars, old.outvars, eqns, old)
-    loop = body.loop.eqn.replace(params=with_bodies(body.loop.eqn, [inner]))
-    outer = list(program.jaxpr.eqns)
-    outer[body.loop.index] = loop
-    jaxpr = program.jaxpr
+    loop, jaxpr = replace(body.loop, eqns=eqns).equation(), program.jaxpr
+    outer = [loop if e is body.loop.eqn else e for e in jaxpr.eqns]
     return program.after("mark_stages", compat.new_jaxpr(jaxpr.invars, jaxpr.outvars, outer, jaxpr))
 
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from shardc import compat
 from shardc.compat import Var
+from shardc.ir.loop import Loop
 from shardc.ir.nested import NESTED
 from shardc.ir.program import Program
-from shardc.pipeline.cut.cut_loop import MicrobatchLoop
 
 
 @dataclass(frozen=True)
@@ -29,17 +29,17 @@ class Owned:
     sums: tuple[int, ...]
 
 
-def find_owned(program: Program, loop: MicrobatchLoop) -> Mapping[Var, Owned]:
+def find_owned(program: Program, loop: Loop) -> Mapping[Var, Owned]:
     """The values that are kept with each input of the loop's body."""
     group = _groups(program, loop)
-    inputs = {v: a for v, a in zip(loop.body.invars, loop.eqn.invars, strict=True) if not compat.is_literal(a)}
-    carried = set(loop.body.invars[loop.consts : loop.consts + loop.carries])
+    inputs = {v: a for v, a in loop.operands.items() if not compat.is_literal(a)}
+    carried = {c.before for c in loop.carries}
     by_group: dict[Var, list[int]] = {}
     for i, v in enumerate(program.jaxpr.invars):
         by_group.setdefault(group(v), []).append(i)
     sums: dict[Var, list[int]] = {}
-    for j, v in enumerate(loop.eqn.outvars[: loop.carries]):
-        sums.setdefault(group(v), []).append(j)
+    for j, c in enumerate(loop.carries):
+        sums.setdefault(group(c.end), []).append(j)
     own = {i for a in inputs.values() for i, v in enumerate(program.jaxpr.invars) if v is a}
     found: dict[Var, Owned] = {}
     taken: set[int] = set()
@@ -51,7 +51,7 @@ def find_owned(program: Program, loop: MicrobatchLoop) -> Mapping[Var, Owned]:
     return found
 
 
-def _groups(program: Program, loop: MicrobatchLoop) -> Callable[[Var], Var]:
+def _groups(program: Program, loop: Loop) -> Callable[[Var], Var]:
     """A function from a variable to the representative of its group.
 
     Operations outside of the loop on values of one shape connect these values to a group.

@@ -12,16 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import TypeAlias
 
 from shardc import compat
 from shardc.compat import Atom, Eqn, Var
 from shardc.ir.eqns import concat_eqn, join_eqn, rows_eqn
-from shardc.ir.nested import scan_of, scan_params, trips_of
+from shardc.ir.loop import Carry, Loop
+from shardc.ir.nested import trips_of
 from shardc.ir.program import Program
 from shardc.passes.trace.canonicalize import with_own_bodies
-from shardc.pipeline.cut.cut_loop import MicrobatchLoop
 from shardc.pipeline.cut_search.rows import RowUse, piece_eqn, row_use, rows_of
 
 Ends: TypeAlias = tuple[int, ...]
@@ -74,24 +74,21 @@ def whole_program(program: Program) -> Pieces:
     return Pieces(program, tuple(map(Piece, range(len(inputs)))), tuple(map(Piece, range(len(outputs)))))
 
 
-def find_layers(program: Program, loop: MicrobatchLoop) -> list[Layers]:
+def find_layers(program: Program, loop: Loop) -> list[Layers]:
     """The dimensions of layers: dimensions of parameters that scans in the loop's body run over."""
-    scans = [e for e in loop.body.eqns if e.primitive.name == "scan" and trips_of(e) > 1 and not e.effects]
+    scans = [e for e in loop.eqns if e.primitive.name == "scan" and trips_of(e) > 1 and not e.effects]
     if not scans:
         return []
     group = _UnionFind()
-    for eqn in (*program.jaxpr.eqns, *loop.body.eqns):
+    for eqn in (*program.jaxpr.eqns, *loop.eqns):
         if eqn in scans:
-            group.join([*_stacks(eqn), *eqn.outvars[scan_of(eqn).carries :]])
+            group.join([*_stacks(eqn), *Loop.of(eqn).stacks])
         elif eqn is not loop.eqn and (use := row_use(eqn)) is not None and use.op is None:
             group.join([*_stacked(eqn, use), *eqn.outvars])
-    body, ends = loop.body, loop.consts + loop.carries
-    for inner, outer in zip(body.invars[:ends], loop.eqn.invars, strict=False):
+    for inner, outer in loop.consts.items():
         group.join([inner, outer])
-    for before, after, out in zip(
-        body.invars[loop.consts : ends], body.outvars, loop.eqn.outvars[: loop.carries], strict=False
-    ):
-        group.join([before, after, out])
+    for c in loop.carries:
+        group.join([c.before, c.start, c.after, c.end])
     inputs = {group.top(v) for v in program.jaxpr.invars}
     found: dict[Var, list[Eqn]] = {}
     for eqn in scans:
@@ -104,7 +101,7 @@ def find_layers(program: Program, loop: MicrobatchLoop) -> list[Layers]:
 
 def _stacks(scan: Eqn) -> list[Var]:
     """The operands of which a scan reads one row in each step."""
-    return [a for a in scan.invars[scan_of(scan).rows_at :] if not compat.is_literal(a)]
+    return compat.variables(Loop.of(scan).rows.values())
 
 
 def _stacked(eqn: Eqn, use: RowUse) -> list[Var]:
@@ -135,7 +132,7 @@ class _UnionFind:
         return found
 
 
-def split_scans(program: Program, loop: MicrobatchLoop, layers: Sequence[Layers], ends: Sequence[Ends]) -> Pieces:
+def split_scans(program: Program, loop: Loop, layers: Sequence[Layers], ends: Sequence[Ends]) -> Pieces:
     """The program with each dimension of layers split into pieces.
 
     Args:
@@ -219,7 +216,7 @@ class _PieceBuilder:
 
 
 class _ScanSplitter:
-    def __init__(self, program: Program, loop: MicrobatchLoop, layers: Sequence[Layers], ends: Sequence[Ends]) -> None:
+    def __init__(self, program: Program, loop: Loop, layers: Sequence[Layers], ends: Sequence[Ends]) -> None:
         self.program, self.loop = program, loop
         self.ends_of = {v: e for found, e in zip(layers, ends, strict=True) if len(e) > 2 for v in found.values}
         self.dimension = {scan: n for n, found in enumerate(layers) for scan in found.scans}
@@ -255,51 +252,46 @@ class _ScanSplitter:
         return found, tuple(pieces)
 
     def _loop(self, outer: _PieceBuilder) -> None:
-        loop, old = self.loop, self.loop.body
-        inner = _PieceBuilder(self.ends_of)
-        consts = [v for a in old.invars[: loop.consts] for v in inner.receive(a)]
-        carries = [v for a in old.invars[loop.consts : loop.consts + loop.carries] for v in inner.receive(a)]
-        stacks = old.invars[loop.consts + loop.carries :]
-        for eqn in old.eqns:
+        loop, inner = self.loop, _PieceBuilder(self.ends_of)
+        consts = [zip(inner.receive(v), outer.give(a), strict=True) for v, a in loop.consts.items()]
+        befores = [inner.receive(c.before) for c in loop.carries]
+        for eqn in loop.eqns:
             if eqn in self.dimension and any(v in self.ends_of for v in _stacks(eqn)):
                 self._scan(inner, eqn)
             else:
                 inner.add(eqn)
-        sums = [a for out in old.outvars[: loop.carries] for a in inner.give(out)]
-        ys = [inner.whole(a) for a in old.outvars[loop.carries :]]
-        body = compat.new_jaxpr([*consts, *carries, *stacks], [*sums, *ys], inner.eqns, old)
-        ahead, behind = loop.eqn.invars[: loop.consts + loop.carries], loop.eqn.invars[loop.consts + loop.carries :]
-        operands = [*(x for a in ahead for x in outer.give(a)), *(outer.whole(a) for a in behind)]
-        results = [v for out in loop.eqn.outvars[: loop.carries] for v in outer.receive(out)]
-        outer.eqns.append(
-            loop.eqn.replace(
-                invars=operands, outvars=[*results, *loop.eqn.outvars[loop.carries :]],
-                params=scan_params(loop.eqn, body, len(consts), len(carries)),
-            )
-        )  # fmt: skip
+        carries: list[Carry] = []
+        for c, before in zip(loop.carries, befores, strict=True):
+            pieces = zip(before, inner.give(c.after), outer.give(c.start), outer.receive(c.end), strict=True)
+            carries += (Carry(*piece) for piece in pieces)
+        stacks = {v: inner.whole(row) for v, row in loop.stacks.items()}
+        rows = {v: outer.whole(stack) for v, stack in loop.rows.items()}
+        made = Loop(loop.eqn, dict(chain(*consts)), carries, rows, stacks, inner.eqns, loop.length)
+        outer.eqns.append(made.equation())
 
     def _scan(self, level: _PieceBuilder, eqn: Eqn) -> None:
         """Add a scan over layers as scans over the pieces, one after the other."""
-        scan = scan_of(eqn)
-        nc, nk = scan.consts, scan.carries
-        consts, state = [level.whole(a) for a in eqn.invars[:nc]], [level.whole(a) for a in eqn.invars[nc : nc + nk]]
-        stacks = [level.pieces(v) for v in _stacks(eqn)]
+        loop = Loop.of(eqn)
+        consts = {v: level.whole(a) for v, a in loop.consts.items()}
+        state = [level.whole(c.start) for c in loop.carries]
+        stacks = {v: level.pieces(a) for v, a in loop.rows.items() if not compat.is_literal(a)}
         rows = list(enumerate(pairwise(self.ends_of[_stacks(eqn)[0]])))
         ys: dict[int, list[Var]] = {}
         found: list[tuple[int, Eqn]] = []
-        for k, (a, b) in reversed(rows) if scan.reverse else rows:
-            last = k == (0 if scan.reverse else len(rows) - 1)
-            after = [v if last else compat.fresh_var(v.aval) for v in eqn.outvars[:nk]]
-            ys[k] = [rows_of(v, b - a) for v in eqn.outvars[nk:]]
-            piece = with_own_bodies(eqn)
-            piece = piece.replace(
-                invars=[*consts, *state, *(s[k] for s in stacks)], outvars=[*after, *ys[k]],
-                params=scan_params(piece, scan_of(piece).body, nc, nk, length=b - a),
+        for k, (a, b) in reversed(rows) if loop.reverse else rows:
+            last = k == (0 if loop.reverse else len(rows) - 1)
+            ends = [c.end if last else compat.fresh_var(c.end.aval) for c in loop.carries]
+            parts = zip(loop.carries, state, ends, strict=True)
+            piece = replace(
+                loop, consts=consts, carries=[replace(c, start=start, end=end) for c, start, end in parts],
+                rows={v: pieces[k] for v, pieces in stacks.items()},
+                stacks={rows_of(v, b - a): row for v, row in loop.stacks.items()}, length=b - a,
             )  # fmt: skip
-            level.eqns.append(piece)
-            found.append((a, piece))
-            state = after
-        for i, v in enumerate(eqn.outvars[nk:]):
+            ys[k] = [*piece.stacks]
+            found.append((a, with_own_bodies(piece.equation())))
+            level.eqns.append(found[-1][1])
+            state = ends
+        for i, v in enumerate(loop.stacks):
             level.parts[v] = [ys[k][i] for k, _ in rows]
         self.scans[self.dimension[eqn]].append(tuple(found))
 

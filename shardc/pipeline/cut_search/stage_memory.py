@@ -64,7 +64,7 @@ def stage_memory(body: FoldedBody, points: Points, state: Callable[[Var], float]
     n = len(points.ahead)
     where = np.searchsorted(points.ahead, np.arange(body.fold), side="right") - 1  # the point before each equation
     held = np.zeros((n + 1, n + 1))
-    for v in body.loop.body.invars:
+    for v in body.loop.operands:
         places = sorted({int(where[t]) for t in body.reads.get(v, ()) if t < body.fold})
         size = state(v) if places else 0.0
         for before, place in zip([-1, *places], places, strict=False):  # stages that begin behind `before` and

@@ -12,7 +12,7 @@ from jax.extend.core import check_jaxpr, jaxpr_as_fun
 import shardc
 from examples import gpt2
 from shardc import S, compat
-from shardc.ir.nested import bodies_of, scan_of, while_of
+from shardc.ir.nested import bodies_of, nested_bodies
 from shardc.ir.walk import all_eqns, bytes_of
 from shardc.passes.recompute.sink_constants import sink_constants
 from shardc.passes.trace.canonicalize import canonicalize
@@ -43,7 +43,7 @@ def in_steps(step, c, x):
 
 def constants(loop):
     """The number of operands of a loop that are the same in every step."""
-    return scan_of(loop).consts if loop.primitive.name == "scan" else while_of(loop).carries_at
+    return sum(body.fixed for body in nested_bodies(loop))
 
 
 def given(jaxpr, name="scan"):

@@ -13,7 +13,7 @@ import pytest
 
 import shardc
 from shardc import S, accumulate
-from shardc.ir.nested import scan_of
+from shardc.ir.loop import Loop
 
 pytestmark = pytest.mark.usefixtures("compiled_fast")
 
@@ -255,7 +255,7 @@ def test_no_more_than_one_microbatchs_activations_live():
     w, x = np.ones((64, 512)), np.ones((32, 64))
     jaxpr = jax.make_jaxpr(jax.grad(accumulate(f, microbatches=8)))(w, x)
     (scan,) = [e for e in jaxpr.eqns if e.primitive.name == "scan"]
-    stacked = [v.aval.shape for v in scan.outvars[scan_of(scan).carries :]]
+    stacked = [v.aval.shape for v in Loop.of(scan).stacks]
     assert not any(512 in shape for shape in stacked), stacked
 
 

@@ -8,7 +8,7 @@ from jax.extend.core import check_jaxpr, jaxpr_as_fun
 
 import shardc
 from shardc import compat
-from shardc.ir.nested import scan_of, while_of
+from shardc.ir.nested import bodies_of, while_of
 from shardc.ir.walk import all_eqns
 from shardc.passes.trace.canonicalize import canonicalize, with_own_bodies
 from tests.passes.programs import before_after
@@ -69,7 +69,7 @@ def test_a_while_with_a_condition_for_each_row_gets_one_condition():
 def test_a_copy_of_a_loop_has_variables_of_its_own():
     jaxpr, _ = canonicalize(jax.make_jaxpr(lambda x: lax.scan(lambda c, r: (c + r, None), x[0], x)[0])(X))
     (loop,) = (e for e in jaxpr.eqns if e.primitive.name == "scan")
-    ours, theirs = (scan_of(e).body for e in (loop, with_own_bodies(loop)))
+    ours, theirs = (bodies_of(e)[0] for e in (loop, with_own_bodies(loop)))
     assert not {*ours.invars, *ours.eqns[0].outvars} & {*theirs.invars, *theirs.eqns[0].outvars}
 
 

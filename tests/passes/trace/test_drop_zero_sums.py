@@ -11,7 +11,7 @@ from jax.extend.core import check_jaxpr, jaxpr_as_fun
 
 import shardc
 from shardc import compat
-from shardc.ir.nested import scan_of
+from shardc.ir.loop import Loop
 from shardc.passes.trace.canonicalize import canonicalize
 from shardc.passes.trace.drop_zero_sums import drop_zero_sums
 from tests.passes.programs import before_after
@@ -21,7 +21,7 @@ Y = np.full((4, 3), 2.0, np.float32)
 
 
 def carries(jaxpr):
-    return [scan_of(e).carries for e in jaxpr.eqns if e.primitive.name == "scan"]
+    return [len(Loop.of(e).carries) for e in jaxpr.eqns if e.primitive.name == "scan"]
 
 
 def check(fn, *args):

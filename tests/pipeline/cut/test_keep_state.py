@@ -10,7 +10,7 @@ from jax.extend.core import jaxpr_as_fun
 
 import shardc
 from shardc import S, compat
-from shardc.ir.nested import scan_of
+from shardc.ir.loop import Loop
 from shardc.passes.trace.trace import Arguments, trace
 from shardc.pipeline.cut.precompute_state import precompute_state
 from tests.pipeline.pipelines import assert_same, batch, dense, layers, on_host
@@ -195,8 +195,8 @@ def test_what_no_microbatch_changes_is_computed_in_front_of_the_loop():
     arguments = Arguments(step, ())
     program = trace(arguments, arguments.bind(args, {}), marks=True)
     after = precompute_state(program)
-    loops = [scan_of(e) for p in (program, after) for e in p.jaxpr.eqns if e.primitive.name == "scan"]
-    assert [loop.carries for loop in loops] == [4, 2, 2]  # JAX itself takes "fixed" out
+    loops = [Loop.of(e) for p in (program, after) for e in p.jaxpr.eqns if e.primitive.name == "scan"]
+    assert [len(loop.carries) for loop in loops] == [4, 2, 2]  # JAX itself takes "fixed" out
     flat = [jnp.asarray(x) for x in (*jax.tree.leaves(args), *program.captured)]
     got, want = (jaxpr_as_fun(compat.close(p.jaxpr))(*flat) for p in (after, program))
     assert_same(readable(got), readable(want))

@@ -9,7 +9,7 @@ from jax.extend.core import jaxpr_as_fun
 
 import shardc
 from shardc.compat import close
-from shardc.ir.nested import scan_of
+from shardc.ir.loop import Loop
 from shardc.passes.trace.trace import Arguments, trace
 from shardc.pipeline.cut.precompute_state import precompute_state
 from shardc.sbp import rules
@@ -18,7 +18,7 @@ assert rules  # imported for what it registers
 
 
 def scans(program):
-    return [scan_of(e).carries for e in program.jaxpr.eqns if e.primitive.name == "scan"]
+    return [len(Loop.of(e).carries) for e in program.jaxpr.eqns if e.primitive.name == "scan"]
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ from shardc import compat
 from shardc.compat import Atom, Eqn, Jaxpr, Var
 from shardc.ir.nested import bodies_of, with_bodies
 from shardc.ir.program import Program
+from shardc.ir.walk import renamed
 from shardc.passes.trace.windows.static_windows import Write, constant, fill_of
 from shardc.passes.trace.windows.window_ways import (
     ELEMENTWISE,
@@ -306,7 +307,7 @@ class _Views:
         assert not closed.consts
         for inner in closed.jaxpr.eqns:
             outs = [compat.fresh_var(v.aval) for v in inner.outvars]
-            invars = [a if compat.is_literal(a) else names[a] for a in inner.invars]
+            invars = renamed(inner.invars, names)
             names |= zip(inner.outvars, outs, strict=True)
             self.eqns.append(compat.new_eqn(invars, outs, inner.primitive, inner.params, like))
         (out,) = closed.jaxpr.outvars

@@ -18,6 +18,7 @@ from jax import lax
 from shardc import compat
 from shardc.compat import Atom, Eqn, Var
 from shardc.ir.ranges import join_ranges_p
+from shardc.ir.walk import with_atoms
 from shardc.passes.trace.windows.static_windows import Write, is_zero, padded_form, same_as, static_form, write_of
 from shardc.sbp.rules.slicing import FEW
 from shardc.sbp.signature import Ranges, family_of, is_extended
@@ -149,8 +150,7 @@ class Facts:
 
     def add(self, eqn: Eqn) -> list[Eqn]:
         """Learn from an equation. Returns its static form: no equation if it only copies a value."""
-        if any(a in self.same for a in eqn.invars if not compat.is_literal(a)):
-            eqn = eqn.replace(invars=[self.named(a) for a in eqn.invars])
+        eqn = with_atoms(eqn, self.same)
         copied = same_as(eqn, self.made)
         if copied is not None:
             self.same[eqn.outvars[0]] = self.named(copied)
