@@ -95,9 +95,8 @@ class _Account:
         self.values = step_values(call.built, call.tasks)
         self.arrivals = earliest_arrivals(call.timeline)
         self.moved = _moved(call.timeline, call.link)
-        run = {id(t): t for _, t in call.built.tasks.values()}
-        self.working = {i: working(t) for i, t in run.items()}
-        self.donated = {i: {} if t.plan is None else t.plan.donations for i, t in run.items()}
+        self.working = {i: working(t) for i, t in call.built.tasks.items()}
+        self.donated = {i: {} if t.plan is None else t.plan.donations for i, t in call.built.tasks.items()}
         self.results = [set(compat.variables(t.results)) for t in call.tasks]
         self._sizes: dict[tuple[int, Var], int] = {}
 
@@ -235,7 +234,8 @@ class _Rank:
             self.inbox[message].append((buffer, "registers"))
 
     def step(self, k: int, values: StepValues) -> None:
-        account, stage, task, step = self.account, values.stage, values.task, self.steps[k]
+        account, task, step = self.account, values.task, self.steps[k]
+        stage = task.id.stage
         taken = [[b for b, _ in self.inbox.get(m, ())] for m in step.takes]
 
         def read(v: Var, place: tuple[int, int] | None) -> _Buffer:
@@ -243,7 +243,7 @@ class _Rank:
 
         for v, place in values.incoming:
             self.keep(stage, v, read(v, place), 2 * k)
-        donated = account.donated[id(task)]
+        donated = account.donated[task.id]
         made = [
             read(*values.inputs[donated[o]]) if o in donated else _Buffer(stage, v, account.size(stage, v))
             for o, v in enumerate(task.outputs)
@@ -316,7 +316,7 @@ class _Rank:
         add("sums", 4 * len(numbers), 0, last)  # which microbatch: an input of tasks
         for k, step in enumerate(self.steps):
             values = account.values.get(step.label)
-            add("working", 0 if values is None else account.working[id(values.task)], 2 * k, 2 * k + 1)
+            add("working", 0 if values is None else account.working[values.task.id], 2 * k, 2 * k + 1)
         results = [(s, a) for s in self.stages for a in account.tasks[s].results]
         add("results", sum(account.size(s, a) for s, a in results if compat.is_literal(a)), last - 1, last)
         parts = {kind: tuple(accumulate(row[:-1])) for kind, row in changes.items()}
@@ -358,7 +358,7 @@ def _lines(tasks: Sequence[StageTasks]) -> dict[tuple[int, Var], str]:
     """The source line of each value of each stage; for a sum, the line of what is added to it."""
     found: dict[tuple[int, Var], str] = {}
     for stage, t in enumerate(tasks):
-        for task in (t.load, *t.loop.values(), *t.updates.values()):
+        for task in t.all.values():
             for eqn in () if task.plan is None else task.plan.boxed.jaxpr.eqns:
                 behind = (found.get((stage, a), "") for a in reversed(eqn.invars) if not compat.is_literal(a))
                 line = compat.source_line(eqn) or next(filter(None, behind), "")

@@ -84,7 +84,7 @@ class MpmdPlan:
     @cached_property
     def digest(self) -> str:
         """A digest of the tasks of all stages, their schedule and their channels, the same in every process."""
-        tasks = [t for s in self.stages for t in (s.tasks.load, *s.tasks.loop.values(), *s.tasks.updates.values())]
+        tasks = [t for s in self.stages for t in s.tasks.all.values()]
         channels = [(c.name, c.source, c.target, c.registers, c.bytes) for c in self.network.channels]
         parts = str(self.schedule), str(self.homes), str(channels)
         return digest_of([t.plan for t in tasks if t.plan is not None], *parts)
@@ -184,10 +184,9 @@ class MpmdPlan:
 
     def _runs(self, stage: Stage) -> list[tuple[PlacedProgram, int]]:
         """The plans of a stage's tasks, and how often each runs in one call."""
-        t = stage.tasks
-        once = [t.load, *t.updates.values()]
-        runs = [(task.plan, 1) for task in once] + [(task.plan, self.cut.loop.microbatches) for task in t.loop.values()]
-        return [(plan, times) for plan, times in runs if plan is not None]
+        times = self.cut.loop.microbatches
+        tasks = sorted(stage.tasks.all.values(), key=lambda task: task.id.in_loop)
+        return [(task.plan, times if task.id.in_loop else 1) for task in tasks if task.plan is not None]
 
     @cached_property
     def transfers(self) -> tuple[Transfer, ...]:
@@ -200,9 +199,10 @@ class MpmdPlan:
                 found.append(Transfer(b.stage, n, size, 1, f"argument {b.path}", short_aval(b.aval)))
         placed = self._crossing_placements()
         for c in self.cut.crossings:
-            count = self.cut.loop.microbatches if c.in_loop else 1
-            size = _sent(c.aval, placed[c.number], self.stages[c.source].mesh) * count
-            found.append(Transfer(c.source, c.target, size, count, c.line, short_aval(c.aval)))
+            count = self.cut.loop.microbatches if c.sent.in_loop else 1
+            source, target = c.sent.stage, c.received.stage
+            size = _sent(c.aval, placed[c.number], self.stages[source].mesh) * count
+            found.append(Transfer(source, target, size, count, c.line, short_aval(c.aval)))
         return tuple(found)
 
     def _crossing_placements(self) -> dict[int, Placement]:
@@ -267,8 +267,8 @@ class MpmdPlan:
 
     def cost(self, label: Any) -> float:
         """Seconds that a step takes."""
-        found = self.built.tasks.get(label)
-        return 0.0 if found is None else task_seconds(found[1].plan)
+        task = self.built.task(label)
+        return 0.0 if task is None else task_seconds(task.plan)
 
     def link(self, channel: Channel) -> tuple[float, float]:
         """Latency, and seconds that a message of a channel keeps its link busy."""
@@ -302,13 +302,13 @@ class MpmdPlan:
     @cached_property
     def rank_times(self) -> tuple[Time, ...]:
         """Seconds of one call by kind (computing, waiting, ...) on each rank. Each adds up to `seconds`."""
-        timeline, tasks = self.simulate(), {label: task for label, (_, task) in self.built.tasks.items()}
+        timeline = self.simulate()
+        plans = {id: t.plan for id, t in self.built.tasks.items() if t.plan is not None}
 
         def spent(labels: Sequence[Any], busy: float) -> Time:
-            runs = Counter(id(tasks[label].plan) for label in labels if label in tasks)
-            plans = {id(t.plan): t.plan for t in tasks.values() if t.plan is not None}
+            runs = Counter(task.id for task in map(self.built.task, labels) if task is not None)
             each = (
-                (plan.time + Time(launch=task_seconds(plan) - plan.seconds)) * runs[key] for key, plan in plans.items()
+                (plan.time + Time(launch=task_seconds(plan) - plan.seconds)) * runs[id] for id, plan in plans.items()
             )
             return sum(each, Time(wait=timeline.makespan - busy))
 
