@@ -216,7 +216,7 @@ class PipelineExecutable:
 
     @cached_property
     def _steps(self) -> Mapping[Any, StepValues]:
-        return step_values(self.plan.built, [s.tasks for s in self.plan.stages])
+        return step_values(self.plan.built, self.plan.stages)
 
     @cached_property
     def _edges(self) -> StageEdges:
@@ -441,8 +441,9 @@ class PipelineExecutable:
                 f"{self.plan.program.name}: nothing to show, because there was no call yet; call it, or measure(...) "
                 "it. The plan shows the planned call: plan.timeline(), plan.draw(...), plan.trace(...)."
             )
-        last = self._last if self._remote is None else self._remote.whole(self._last, self.plan.network)
-        return measured_chart(self.plan, last.timeline(self.plan.network), last.note)
+        last, net = self._last, self.plan.network
+        last = last if self._remote is None else last.gathered(net, self._remote.cluster)
+        return measured_chart(self.plan, last.timeline(net), last.note)
 
     @property
     def measured_waits(self) -> list[float]:

@@ -8,7 +8,6 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from shardc import compat
-from shardc.compat import Var
 from shardc.errors import PipelineError, StageMemoryError, all_offenders
 from shardc.ir.program import Program
 from shardc.passes.recompute.recompute import recompute_for_speed
@@ -35,7 +34,6 @@ from shardc.plan.request import Argument
 from shardc.runtime.actor import Network
 from shardc.runtime.deadlock import find_deadlock
 from shardc.sbp.cost import launch_seconds
-from shardc.sbp.placement import Placement
 from shardc.solver.within_limit import BUDGET, CheapestThatFits
 
 
@@ -217,9 +215,7 @@ def _scheduled(made: _Tasks, stages: Sequence[Stage]) -> MpmdPlan:
     _refuse_disorder(cut, schedule, request.where)
     stages = [replace(s, rank=schedule.rank_of[s.number]) for s in stages]
     gated = any(a.donated for a in arguments_of(request, made.pieces))
-    built = stage_network(
-        cut, [s.tasks for s in stages], [_known(s) for s in stages], [s.mesh for s in stages], schedule, gated
-    )
+    built = stage_network(cut, stages, schedule, gated)
     plan = MpmdPlan(request, made.pieces, tuple(stages), cut, schedule, built)
     plan = plan.with_registers(_registers(plan, request.pipeline, request.where))
     deadlock = find_deadlock(plan.network)
@@ -333,14 +329,6 @@ def _draft(pipeline: Pipeline, ranks: int, microbatches: int, where: str) -> Sch
 def _stand_in(chunks: int) -> str:
     """The method that stands for the one that a search will find."""
     return "zb-h1" if chunks == 1 else "interleaved"
-
-
-def _known(stage: Stage) -> dict[Var, Placement]:
-    known = dict(stage.plan.boxed.placements)
-    for task in stage.tasks.all.values():
-        if task.plan is not None:
-            known |= task.plan.boxed.placements
-    return known
 
 
 def _schedule(stages: Sequence[Stage], cut: Cut, ranks: int, pipeline: Pipeline) -> Schedule:

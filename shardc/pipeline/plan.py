@@ -19,7 +19,7 @@ from shardc.passes.estimate.sizes import piece_bytes
 from shardc.pipeline.cut.cut_stages import Cut
 from shardc.pipeline.cut.split_tasks import StageTask
 from shardc.pipeline.cut_search.split_scans import Piece, Pieces
-from shardc.pipeline.memory import SimulatedCall, pipeline_memory
+from shardc.pipeline.memory import SimulatedCall, working_bytes
 from shardc.pipeline.options import Pipeline, PipelineRequest
 from shardc.pipeline.place_stages import Stage, transfer_ends
 from shardc.pipeline.rank_memory import PipelineMemory
@@ -239,20 +239,20 @@ class MpmdPlan:
     def memory(self) -> PipelineMemory:
         """Bytes per device of each rank over the call: `.ranks`, each with `peak`, `peak_label` (the step at the peak),
         `peak_parts`, `holdings`. The totals are those of the fullest rank."""
-        return self.memory_with(None)
+        return self.memory_with(working_bytes)
 
-    def memory_with(self, working: Callable[[StageTask], int] | None) -> PipelineMemory:
-        """The same, with `working` bytes of temporaries inside each task; None: as the planner estimates them."""
-        programs, tasks, meshes = zip(*((s.program, s.tasks, s.mesh) for s in self.stages), strict=True)
-        call = SimulatedCall(self.built, programs, tasks, meshes, self.homes, self.simulate(), self.link)
-        return pipeline_memory(call, self.capacities, working)
+    def memory_with(self, working: Callable[[StageTask], int]) -> PipelineMemory:
+        """The same, with `working` bytes of temporaries inside each task."""
+        call = SimulatedCall(self.built, self.stages, self.homes, self.simulate(), self.link, working)
+        return call.memory(self.capacities)
 
     def register_bytes(self, channel: int) -> int:
         """Bytes that a device of the receiving stage allots for one message of a channel."""
         carried = self.built.channel_values[channel]
         if carried is None:
             return 0
-        placements, mesh = self.built.placements[carried.target], self.stages[carried.target].mesh
+        target = self.stages[carried.target]
+        placements, mesh = target.tasks.placements, target.mesh
         backend = backend_of(mesh.topology.backend)
         return sum(piece_bytes(v.aval, placements[v], mesh.sizes, backend) for v in carried.taken)
 

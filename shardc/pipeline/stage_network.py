@@ -14,13 +14,12 @@ from typing import Final
 
 from shardc.compat import Var
 from shardc.ir.walk import local_bytes
-from shardc.machine.mesh import MeshView
 from shardc.pipeline.cut.cut_stages import Cut
-from shardc.pipeline.cut.split_tasks import StageTask, StageTasks
+from shardc.pipeline.cut.split_tasks import StageTask
+from shardc.pipeline.place_stages import Stage
 from shardc.pipeline.schedule.action import Action, TaskId
 from shardc.pipeline.schedule.schedule import Schedule
 from shardc.runtime.actor import Channel, Message, Network, Step
-from shardc.sbp.placement import Placement
 
 ONCE: Final = 0
 """The key of a message that is sent once per call."""
@@ -46,15 +45,11 @@ class StageNetwork:
       network: for the simulator and the executor.
       channel_values: the values of each channel; None: a token without a value.
       tasks: the tasks that its steps run.
-      rank_of: the actor of each stage.
-      placements: the placements of each stage's values.
     """
 
     network: Network
     channel_values: tuple[ChannelValues | None, ...]
     tasks: Mapping[TaskId, StageTask]
-    rank_of: tuple[int, ...]
-    placements: tuple[Mapping[Var, Placement], ...]
 
     def task(self, label: Hashable) -> StageTask | None:
         """The task that a step runs; None if there is nothing to run."""
@@ -68,12 +63,8 @@ def done_label(rank: int) -> str:
 
 
 class _Builder:
-    def __init__(
-        self, cut: Cut, tasks: Sequence[StageTasks], placements: Sequence[Mapping[Var, Placement]],
-        views: Sequence[MeshView], schedule: Schedule, gated: bool,
-    ) -> None:  # fmt: skip
-        self.cut, self.tasks, self.placements, self.views = cut, tasks, placements, views
-        self.schedule, self.gated = schedule, gated
+    def __init__(self, cut: Cut, stages: Sequence[Stage], schedule: Schedule, gated: bool) -> None:
+        self.cut, self.stages, self.schedule, self.gated = cut, stages, schedule, gated
         self.rank = schedule.rank_of
         self.channels: list[Channel] = []
         self.channel_values: list[ChannelValues | None] = []
@@ -83,8 +74,8 @@ class _Builder:
     def channel(self, name: str, source: int, target: int, carried: ChannelValues | None) -> int:
         size = 0
         if carried is not None:
-            at = self.placements[source]
-            size = sum(local_bytes(v, at[v], self.views[source].sizes) for v in carried.given)
+            stage = self.stages[source]
+            size = sum(local_bytes(v, stage.tasks.placements[v], stage.mesh.sizes) for v in carried.given)
         ends = (self.rank[source], self.rank[target]) if carried is not None else (source, target)
         self.channels.append(Channel(name, *ends, None, size))
         self.channel_values.append(carried)
@@ -99,8 +90,8 @@ class _Builder:
     def run(self) -> StageNetwork:
         sent: dict[int, Var] = {}
         received: dict[int, Var] = {}
-        for t in self.tasks:
-            for task in t.all.values():
+        for s in self.stages:
+            for task in s.tasks.all.values():
                 sent |= dict(task.sent)
                 received |= dict(task.received)
         groups: dict[tuple[TaskId, TaskId], list[int]] = {}
@@ -110,14 +101,14 @@ class _Builder:
             word = {"F": "activation", "update": "update"}.get(giver.kind, "gradient")
             given, taken = tuple(sent[n] for n in numbers), tuple(received[n] for n in numbers)
             self.join(f"{word} {giver.stage}->{taker.stage}", giver, taker, given, taken)
-        for stage, t in enumerate(self.tasks):
-            for (giver, taker), names in t.stash.items():
+        for s in self.stages:
+            for (giver, taker), names in s.tasks.stash.items():
                 word = "weight stash" if taker.kind == "W" else "stash"
-                self.join(f"{word} {stage}", giver, taker, names, names)
+                self.join(f"{word} {s.number}", giver, taker, names, names)
         return self.steps()
 
     def steps(self) -> StageNetwork:
-        all_tasks = {id: task for t in self.tasks for id, task in t.all.items()}
+        all_tasks = {id: task for s in self.stages for id, task in s.tasks.all.items()}
         ranks, order = self.schedule.ranks, list[TaskId]()
         actors: list[list[Step]] = [[] for _ in range(ranks)]
         for load in sorted(id for id in all_tasks if id.kind == "load"):
@@ -144,27 +135,23 @@ class _Builder:
             actors[r].append(Step(f"idle {r}", tuple(waits)))
         net = Network(tuple(map(tuple, actors)), tuple(self.channels))
         found = {id: all_tasks[id] for id in order if id in all_tasks}
-        return StageNetwork(net, tuple(self.channel_values), found, tuple(self.rank), tuple(self.placements))
+        return StageNetwork(net, tuple(self.channel_values), found)
 
     def parts(self, action: Action) -> tuple[Action, ...]:
         """The action itself; or, for a full backward of a stage with two backward tasks, an action for each of them."""
-        return action.halves if TaskId(action.stage, "W") in self.tasks[action.stage].all else (action,)
+        return action.halves if TaskId(action.stage, "W") in self.stages[action.stage].tasks.all else (action,)
 
     def step(self, label: Action | TaskId, task: TaskId, key: int) -> Step:
         takes, gives = self.takes.get(task, ()), self.gives.get(task, ())
         return Step(label, tuple((c, key) for c in takes), tuple((c, key) for c in gives))
 
 
-def stage_network(
-    cut: Cut, tasks: Sequence[StageTasks], placements: Sequence[Mapping[Var, Placement]], views: Sequence[MeshView],
-    schedule: Schedule, gated: bool,
-) -> StageNetwork:  # fmt: skip
+def stage_network(cut: Cut, stages: Sequence[Stage], schedule: Schedule, gated: bool) -> StageNetwork:
     """The network of the tasks of all stages under a schedule.
 
     Args:
-      cut, tasks: the stages, and the tasks of each.
-      placements, views: for each stage the placements of its values, and its mesh.
+      cut, stages: the stages.
       schedule: the order of each actor's actions.
       gated: whether updates wait for every stage's last backward.
     """
-    return _Builder(cut, tasks, placements, views, schedule, gated).run()
+    return _Builder(cut, stages, schedule, gated).run()

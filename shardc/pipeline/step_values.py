@@ -12,7 +12,8 @@ from typing import TypeAlias
 
 from shardc import compat
 from shardc.compat import Var
-from shardc.pipeline.cut.split_tasks import INDEX, StageTask, StageTasks
+from shardc.pipeline.cut.split_tasks import INDEX, StageTask
+from shardc.pipeline.place_stages import Stage
 from shardc.pipeline.schedule.action import TaskId
 from shardc.pipeline.stage_network import ChannelValues, StageNetwork, done_label
 from shardc.runtime.actor import Step
@@ -61,7 +62,7 @@ class StepValues:
         return read | {source for _, output, source in self.kept if output is None}
 
 
-def step_values(built: StageNetwork, tasks: Sequence[StageTasks]) -> Mapping[Hashable, StepValues]:
+def step_values(built: StageNetwork, stages: Sequence[Stage]) -> Mapping[Hashable, StepValues]:
     """The values of every step that runs a task, by label."""
     found: dict[Hashable, StepValues] = {}
     alike: dict[tuple[TaskId, tuple[int, ...], tuple[int, ...]], StepValues] = {}
@@ -76,28 +77,24 @@ def step_values(built: StageNetwork, tasks: Sequence[StageTasks]) -> Mapping[Has
                 found[label] = alike[key]
                 last |= dict.fromkeys(((task.id.stage, v) for v in alike[key].touched()), label)
             elif label == done_label(rank):  # it waits for the loop's results
-                last |= dict.fromkeys(_sums_on(built, tasks, rank), label)
-        found |= {s: replace(found[s], drops=v) for s, v in _drops(last, tasks).items() if s in found}
+                last |= dict.fromkeys(_sums_on(stages, rank), label)
+        found |= {s: replace(found[s], drops=v) for s, v in _drops(last, stages).items() if s in found}
     return found
 
 
-def _sums_on(built: StageNetwork, tasks: Sequence[StageTasks], rank: int) -> list[tuple[int, Var]]:
-    """The sums of a rank's stages, each with its stage."""
-    return [(stage, v) for stage, t in enumerate(tasks) if built.rank_of[stage] == rank for v in sums_of(t)]
+def _sums_on(stages: Sequence[Stage], rank: int) -> list[tuple[int, Var]]:
+    """The residents that the loops of a rank's stages make, each with its stage."""
+    tasks = (t for s in stages if s.rank == rank for t in s.tasks.all.values() if t.id.in_loop)
+    return [(t.id.stage, v) for t in tasks for v, _ in t.kept]
 
 
-def _drops(last: Mapping[tuple[int, Var], Hashable], tasks: Sequence[StageTasks]) -> dict[Hashable, tuple[Var, ...]]:
+def _drops(last: Mapping[tuple[int, Var], Hashable], stages: Sequence[Stage]) -> dict[Hashable, tuple[Var, ...]]:
     """The residents that each step drops, given the last step of each resident."""
     drops: dict[Hashable, list[Var]] = {}
     for (stage, v), label in last.items():
-        if v not in compat.variables(tasks[stage].results):
+        if v not in compat.variables(stages[stage].tasks.results):
             drops.setdefault(label, []).append(v)
     return {label: tuple(names) for label, names in drops.items()}
-
-
-def sums_of(tasks: StageTasks) -> list[Var]:
-    """The residents of a stage that its loop makes."""
-    return [v for t in tasks.all.values() if t.id.in_loop for v, _ in t.kept]
 
 
 def _values(channel_values: Sequence[ChannelValues | None], step: Step, task: StageTask) -> StepValues:

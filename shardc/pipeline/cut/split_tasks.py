@@ -65,12 +65,14 @@ class StageTasks:
       all: the tasks in order: `load`, which also makes the first values of sums; those of the loop; the updates.
       stash: by (giver, taker), the variables that one task keeps for the other.
       arguments, results: the residents that are the stage's inputs, and those that are its results.
+      placements: the placement of every value.
     """
 
     all: Mapping[TaskId, StageTask]
     stash: Mapping[tuple[TaskId, TaskId], tuple[Var, ...]]
     arguments: tuple[Var, ...]
     results: tuple[Atom, ...]
+    placements: Mapping[Var, Placement]
 
 
 def split_tasks(stage: StageProgram, plan: SpmdPlan, shared: Collection[int] = ()) -> StageTasks:
@@ -115,7 +117,8 @@ class _TaskSplitter:
     def run(self) -> StageTasks:
         loop, stash = self._loop() if self.scan is not None else ([], {})
         tasks = [self._load(), *loop, *self._updates()]
-        return StageTasks({t.id: t for t in tasks}, stash, tuple(self.arguments), tuple(self.jaxpr.outvars))
+        arguments, results = tuple(self.arguments), tuple(self.jaxpr.outvars)
+        return StageTasks({t.id: t for t in tasks}, stash, arguments, results, self.placements)
 
     def _task(self, id: TaskId, part: _Part) -> StageTask:
         """The task of a part. Its inputs are the values that its equations read and do not make."""

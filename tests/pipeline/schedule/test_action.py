@@ -30,7 +30,7 @@ def test_tasks_are_ordered_as_a_microbatch_passes_them(stages):
     order = [TaskId(s, "load") for s in up] + [TaskId(s, "F") for s in up]
     order += [TaskId(s, kind) for kind in "BW" for s in reversed(up)]
     order += [TaskId(s, "update", level) for level in (0, 1) for s in up]
-    assert sorted(order[::-1]) == order
+    assert sorted(set(order)) == order
     assert [t.in_loop for t in order] == [t.kind in ("F", "B", "W") for t in order]
 
 
