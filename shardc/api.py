@@ -373,14 +373,15 @@ class Function:
             request = replace(request, forbids=bool(self._forbidden))
             self._refuse_idle_patterns(request)
             return arguments, self._plan_of_program(request)
-        from shardc.pipelines import planned_pipeline
+        from shardc.pipeline.make import make_pipeline_plan
+        from shardc.pipelines import PipelinePlan
 
         assert self._options.pipeline is not None
         asked = PipelineRequest(
             program, self.mesh, self._ranks, arguments, out.pins, self._options.pipeline, where, notes, tree,
             self._forbidden,
         )  # fmt: skip
-        return arguments, planned_pipeline(asked)
+        return arguments, PipelinePlan.of(make_pipeline_plan(asked))
 
     def _refuse_idle_patterns(self, request: Request) -> None:
         """Raises ArgumentError if a pattern of `offload=` matches no argument, or nothing is known of the hosts."""

@@ -13,8 +13,7 @@ from shardc.compiled import CompiledCall
 from shardc.errors import PipelineError, writing
 from shardc.execute.pipeline_executable import PipelineExecutable
 from shardc.passes.trace.trace import is_array
-from shardc.pipeline.make import make_pipeline_plan, with_schedule
-from shardc.pipeline.options import PipelineRequest
+from shardc.pipeline.make import with_schedule
 from shardc.pipeline.plan import MpmdPlan
 from shardc.plan.saved_plan import record_borders, to_json
 from shardc.plans import PlanFace, lacks
@@ -22,11 +21,6 @@ from shardc.report.chart import Chart, planned_chart
 from shardc.report.drawn import Drawn
 from shardc.report.page.page import page_of, write_page
 from shardc.report.tables import bytes_text
-
-
-def planned_pipeline(request: PipelineRequest) -> PipelinePlan:
-    """The plan of a pipeline, as people see it."""
-    return PipelinePlan.of(make_pipeline_plan(request))
 
 
 class PipelinePlan(PlanFace, Drawn, MpmdPlan):

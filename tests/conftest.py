@@ -1,10 +1,8 @@
 """Eight fake CPU devices for the whole session: set before anything imports jax."""
 
 import os
-import sys
 
-sys.dont_write_bytecode = False  # each worker and each process of a test would compile all files anew
-os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each process of a test would compile all files anew
 os.environ.pop("COLUMNS", None)  # workers of pytest have it, and texts would fold
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
 os.environ["NPROC"] = (
@@ -16,6 +14,7 @@ import functools
 import gc
 import math
 import signal
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -32,6 +31,7 @@ from tests import compile_cache, turns
 from tests.releases import IS_OLDEST, OLDEST
 from tests.runtime import watchdog
 
+sys.dont_write_bytecode = False  # as each worker
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as it is in what a shell runs in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -76,10 +76,13 @@ MAPPINGS = 20_000
 def pytest_runtest_teardown(item, nextitem):
     """Compiled programs are dropped before those of the whole suite fill gigabytes. Functions stand in cycles with what
     they compiled, so they wait for the collector."""
-    if (nextitem is None or nextitem.path != item.path) and MAPS.exists():
-        if MAPS.read_bytes().count(b"\n") > MAPPINGS:
-            jax.clear_caches()
-            gc.collect()
+    if nextitem is not None and nextitem.path != item.path and _mappings() > MAPPINGS:
+        jax.clear_caches()
+        gc.collect()
+
+
+def _mappings():
+    return MAPS.read_bytes().count(b"\n") if MAPS.exists() else math.inf
 
 
 EMITTERS = "xla_cpu_use_fusion_emitters"

@@ -70,7 +70,6 @@ COVERED: Final[Mapping[str, str]] = {
     "pipeline/place_stages.py": "pipeline/test_transfers.py",
     "pipeline/cut_search/owners.py": "pipeline/cut_search/test_mark_stages.py",
     "pipeline/cut_search/stage_memory.py": "pipeline/cut_search/test_auto_stages.py",
-    "pipeline/schedule/action.py": "pipeline/schedule/test_schedule.py",
     "pipeline/schedule/bound.py": "pipeline/schedule/methods/test_auto.py",
     "pipeline/schedule/costs.py": "pipeline/schedule/test_schedule.py",
     "pipeline/schedule/message_lifetimes.py": "pipeline/test_memory.py",

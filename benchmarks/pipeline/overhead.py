@@ -86,11 +86,13 @@ def measure(schedule: str, turns: int, calls: int) -> None:
             HAND: by_hand,
         }
         times = by_turns(parts_of, turns, calls)
-    crosses = [c.source != c.target and r is not None for c, r in zip(net.channels, plan.built.routes, strict=True)]
+    crosses = [
+        c.source != c.target and r is not None for c, r in zip(net.channels, plan.built.channel_values, strict=True)
+    ]
     report(
         schedule=schedule,
         actions=sum(map(len, net.actors)),
-        programs=sum(t.plan is not None for _, t in plan.built.tasks.values()),
+        programs=sum(t.plan is not None for t in plan.built.tasks.values()),
         copies=sum(crosses[c] for row in net.actors for s in row for c, _ in s.gives),
         hand_programs=(2 * STAGES - 1) * MICROBATCHES + STAGES,
         parts=times,

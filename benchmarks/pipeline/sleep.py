@@ -116,7 +116,7 @@ def by_function(name: str, turns: int) -> None:
     plan = fn.plan(*args)
 
     def cost(label: Any) -> float:
-        _, task = plan.built.tasks.get(label, (0, None))
+        task = plan.built.task(label)
         return 0.0 if task is None or task.plan is None else NAP * naps(task.plan.boxed.jaxpr)
 
     planned = simulate(plan.network, cost).makespan

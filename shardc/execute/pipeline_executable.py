@@ -40,8 +40,8 @@ from shardc.pipeline.memory import working_bytes
 from shardc.pipeline.place_stages import Stage
 from shardc.pipeline.plan import MpmdPlan
 from shardc.pipeline.rank_memory import PipelineMemory
-from shardc.pipeline.schedule.action import Action
-from shardc.pipeline.stage_network import Once
+from shardc.pipeline.schedule.action import Action, TaskId
+from shardc.pipeline.stage_network import done_label
 from shardc.pipeline.step_values import StepValues, step_values
 from shardc.plan.borders import Border
 from shardc.report.chart import Chart, measured_chart
@@ -96,14 +96,14 @@ class PipelineExecutable:
     moves_arguments = True
 
     def __init__(
-        self, plan: MpmdPlan, meshes: Sequence[AnyMesh], known: Mapping[int, Executable] | None = None
+        self, plan: MpmdPlan, meshes: Sequence[AnyMesh], known: Mapping[TaskId, Executable] | None = None
     ) -> None:
         """Compile a plan.
 
         Args:
           plan: the plan.
           meshes: the mesh of each rank, with devices.
-          known: executables of its tasks that exist already, by the identity of the task.
+          known: executables of its tasks that exist already.
         """
         if not all(isinstance(m, Mesh) for m in meshes):
             raise MeshError(
@@ -126,10 +126,10 @@ class PipelineExecutable:
         self._exits = self._stage_arrays(plan.out_borders)
         self._exit = self._pieced(pieces.outputs, self._exits)
         known = known or {}
-        self._executables: dict[int, Executable] = {
-            id(task): known.get(id(task)) or Executable(task.plan, self.meshes[s.number], token=True)
+        self._executables: dict[TaskId, Executable] = {
+            id: known.get(id) or Executable(task.plan, self.meshes[s.number], token=True)
             for s in plan.stages
-            for task in _tasks_of(s)
+            for id, task in s.tasks.all.items()
             if task.plan is not None and self.places.is_here(s.rank)
         }
         self._avals = [(tuple(a.shape), a.dtype) for a in plan.program.in_avals]
@@ -158,7 +158,7 @@ class PipelineExecutable:
         request = self.plan.request
         pipeline = request.pipeline if request.pipeline.meshes is None else replace(request.pipeline, meshes=meshes)
         plan = replace(self.plan, request=replace(request, mesh=whole, meshes=meshes, pipeline=pipeline))
-        moved = {id(t) for s in plan.stages if s.rank == rank for t in _tasks_of(s)}
+        moved = {id for s in plan.stages if s.rank == rank for id in s.tasks.all}
         return PipelineExecutable(plan, meshes, {i: e for i, e in self._executables.items() if i not in moved})
 
     @cached_property
@@ -216,7 +216,7 @@ class PipelineExecutable:
 
     @cached_property
     def _steps(self) -> Mapping[Any, StepValues]:
-        return step_values(self.plan.built, [s.tasks for s in self.plan.stages])
+        return step_values(self.plan.built, self.plan.stages)
 
     @cached_property
     def _edges(self) -> StageEdges:
@@ -230,14 +230,14 @@ class PipelineExecutable:
     def _task(self, label: Any, step: StepValues | None, tokens: list[None]) -> Task:
         if step is not None:
             return Task(self._runner(label, step), source=_lines_of(step.task))
-        return Task(lambda _: tokens, settled=isinstance(label, Once) and label.kind == "done")
+        return Task(lambda _: tokens, settled=label in map(done_label, range(self.plan.schedule.ranks)))
 
     def _runner(self, label: Any, step: StepValues) -> Callable[[list[Any]], list[Any]]:
         """The function that a step runs: it picks the task's inputs, launches it, and hands out its results."""
-        state = self._states[step.stage]
+        state = self._states[step.task.id.stage]
         residents = state.residents
         index = state.index[label.microbatch] if isinstance(label, Action) else None
-        executable, watch = self._executables.get(id(step.task)), self._watch
+        executable, watch = self._executables.get(step.task.id), self._watch
         inputs, incoming, kept, gives, drops = step.inputs, step.incoming, step.kept, step.gives, step.drops
         wide = bool(settings()[0])  # the actor's thread lacks this setting, and callbacks into Python read it
 
@@ -441,8 +441,9 @@ class PipelineExecutable:
                 f"{self.plan.program.name}: nothing to show, because there was no call yet; call it, or measure(...) "
                 "it. The plan shows the planned call: plan.timeline(), plan.draw(...), plan.trace(...)."
             )
-        last = self._last if self._remote is None else self._remote.whole(self._last, self.plan.network)
-        return measured_chart(self.plan, last.timeline(self.plan.network), last.note)
+        last, net = self._last, self.plan.network
+        last = last if self._remote is None else last.gathered(net, self._remote.cluster)
+        return measured_chart(self.plan, last.timeline(net), last.note)
 
     @property
     def measured_waits(self) -> list[float]:
@@ -467,7 +468,7 @@ class PipelineExecutable:
         return self.plan.memory_with(self._working)
 
     def _working(self, task: StageTask) -> int:
-        there = self._executables.get(id(task))  # None for a task of another process
+        there = self._executables.get(task.id)  # None for a task of another process
         found = None if there is None else there.memory_stats()
         return working_bytes(task) if found is None else found.temp_size_in_bytes
 
@@ -481,10 +482,6 @@ def _numbers(microbatches: int, mesh: Mesh) -> list[jax.Array]:
     """The numbers of the microbatches as arrays on a mesh."""
     whole = NamedSharding(mesh, jax.sharding.PartitionSpec())
     return [jax.device_put(np.int32(j), whole) for j in range(microbatches)]
-
-
-def _tasks_of(stage: Stage) -> list[StageTask]:
-    return [stage.tasks.load, *stage.tasks.loop.values(), *stage.tasks.updates.values()]
 
 
 def _lines_of(task: StageTask) -> str:

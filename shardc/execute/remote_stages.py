@@ -24,13 +24,11 @@ from shardc.arrays.remote import Arrival, RemoteArray
 from shardc.errors import ClusterError
 from shardc.execute.process_group import look_at_run
 from shardc.execute.rank_processes import RankProcesses
-from shardc.execute.recording import Recording
 from shardc.execute.remote_values import whole
 from shardc.execute.stage_codec import StageCodec, StageEdge
 from shardc.execute.stage_io import StageArray
 from shardc.machine.devices import processes_of
 from shardc.pipeline.plan import MpmdPlan
-from shardc.runtime.actor import Network
 from shardc.runtime.cluster import Cluster, current
 from shardc.runtime.distributed_network import DistributedNetwork, Expected
 from shardc.runtime.executor import Executor, ProcessShare
@@ -76,10 +74,6 @@ class RemoteStages:
 
     def close(self) -> None:
         self._finalizer()
-
-    def whole(self, recording: Recording, net: Network) -> Recording:
-        """The times of all processes, which call this together."""
-        return recording.gathered(net, self.cluster)
 
     # -- values besides the messages
 

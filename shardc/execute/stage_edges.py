@@ -107,7 +107,7 @@ def _stay(values: Any) -> Any:
 
 
 def _placement_of(stage: Stage, v: Var) -> Placement:
-    for task in (*stage.tasks.loop.values(), *stage.tasks.updates.values(), stage.tasks.load):
+    for task in stage.tasks.all.values():
         if task.plan is not None and v in task.plan.boxed.placements:
             return task.plan.boxed.placements[v]
     return stage.plan.boxed.placements[v]

@@ -8,11 +8,10 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from shardc import compat
-from shardc.compat import Var
 from shardc.errors import PipelineError, StageMemoryError, all_offenders
 from shardc.ir.program import Program
 from shardc.passes.recompute.recompute import recompute_for_speed
-from shardc.pipeline.cut.cut_loop import find_loop, stage_of, weight_position
+from shardc.pipeline.cut.cut_loop import find_loop
 from shardc.pipeline.cut.cut_stages import Cut, cut_stages
 from shardc.pipeline.cut.precompute_state import precompute_state
 from shardc.pipeline.cut_search.auto_stages import Wanted, cut_automatically
@@ -22,12 +21,12 @@ from shardc.pipeline.options import Pipeline, PipelineRequest
 from shardc.pipeline.place_stages import Stage, StagePlacer
 from shardc.pipeline.plan import MpmdPlan, arguments_of, results_of, task_seconds
 from shardc.pipeline.rank_memory import too_large
-from shardc.pipeline.schedule.action import Action
+from shardc.pipeline.schedule.action import TaskId
 from shardc.pipeline.schedule.costs import StageCosts
 from shardc.pipeline.schedule.credits import auto_credits
 from shardc.pipeline.schedule.methods import METHODS, Method, make_schedule
 from shardc.pipeline.schedule.schedule import Schedule
-from shardc.pipeline.stage_network import position_of, stage_network
+from shardc.pipeline.stage_network import stage_network
 from shardc.plan.borders import match_donated
 from shardc.plan.forbid import avoided_seconds
 from shardc.plan.plan import Unlimited, copied
@@ -35,7 +34,6 @@ from shardc.plan.request import Argument
 from shardc.runtime.actor import Network
 from shardc.runtime.deadlock import find_deadlock
 from shardc.sbp.cost import launch_seconds
-from shardc.sbp.placement import Placement
 from shardc.solver.within_limit import BUDGET, CheapestThatFits
 
 
@@ -217,9 +215,7 @@ def _scheduled(made: _Tasks, stages: Sequence[Stage]) -> MpmdPlan:
     _refuse_disorder(cut, schedule, request.where)
     stages = [replace(s, rank=schedule.rank_of[s.number]) for s in stages]
     gated = any(a.donated for a in arguments_of(request, made.pieces))
-    built = stage_network(
-        cut, [s.tasks for s in stages], [_known(s) for s in stages], [s.mesh for s in stages], schedule, gated
-    )
+    built = stage_network(cut, stages, schedule, gated)
     plan = MpmdPlan(request, made.pieces, tuple(stages), cut, schedule, built)
     plan = plan.with_registers(_registers(plan, request.pipeline, request.where))
     deadlock = find_deadlock(plan.network)
@@ -265,13 +261,12 @@ def _numbers(numbers: Sequence[int]) -> str:
 
 def _refuse_disorder(cut: Cut, schedule: Schedule, where: str) -> None:
     """Raises PipelineError if microbatches whose state goes from one to the next do not run in their order."""
-    n = cut.body.stages
     wrong: list[str] = []
-    for stage, at in sorted({(stage_of(c.position, n), c.position) for c in cut.body.carries if c.state}):
-        row = [a for a in schedule.rows[schedule.rank_of[stage]] if a.stage == stage]
-        order = [a.microbatch for a in row if at in (position_of(a, n), *_parts_of(a, n))]
+    for task in sorted({c.task for c in cut.body.carries if c.state}, key=lambda t: (t.stage, t)):
+        row = schedule.rows[schedule.rank_of[task.stage]]
+        order = [a.microbatch for a in row if task in (half.task for half in a.halves)]
         if order != sorted(order):
-            wrong.append(f"stage {stage} has them in the order {', '.join(map(str, order))}.")
+            wrong.append(f"stage {task.stage} has them in the order {', '.join(map(str, order))}.")
     if wrong:
         raise PipelineError(
             all_offenders(
@@ -280,11 +275,6 @@ def _refuse_disorder(cut: Cut, schedule: Schedule, where: str) -> None:
                 wrong,
             )
         )
-
-
-def _parts_of(action: Action, stages: int) -> tuple[int, ...]:
-    """The tasks that an action may be beside its own: a full backward is also that of the weights."""
-    return (weight_position(action.stage, stages),) if action.kind == "B" else ()
 
 
 def _recomputed(pipeline: Pipeline, stages: int, where: str) -> list[int]:
@@ -341,20 +331,12 @@ def _stand_in(chunks: int) -> str:
     return "zb-h1" if chunks == 1 else "interleaved"
 
 
-def _known(stage: Stage) -> dict[Var, Placement]:
-    known = dict(stage.plan.boxed.placements)
-    for task in (*stage.tasks.loop.values(), *stage.tasks.updates.values()):
-        if task.plan is not None:
-            known |= task.plan.boxed.placements
-    return known
-
-
 def _schedule(stages: Sequence[Stage], cut: Cut, ranks: int, pipeline: Pipeline) -> Schedule:
     """The schedule for the costs of the planned tasks."""
     count = len(stages)
 
     def cost(stage: int, kind: str) -> float:
-        task = stages[stage].tasks.loop.get(position_of(Action(stage, kind, 0), count))
+        task = stages[stage].tasks.all.get(TaskId(stage, kind))
         return 0.0 if task is None else task_seconds(task.plan)
 
     costs = [(cost(s, "F"), cost(s, "B"), cost(s, "W")) for s in range(count)]
@@ -407,10 +389,10 @@ def _with_fewer_registers(plan: MpmdPlan, net: Network) -> MpmdPlan:
     full = plan.memory.too_full
     if not full or any(r.peak_without("registers") > r.capacity for r in full):
         return plan
-    working = {id(t): working_bytes(t) for _, t in plan.built.tasks.values()}
+    working = {i: working_bytes(t) for i, t in plan.built.tasks.items()}
 
     def too_full(registers: Sequence[int]) -> list[int]:
-        memory = plan.with_registers(registers).memory_with(lambda task: working[id(task)])
+        memory = plan.with_registers(registers).memory_with(lambda task: working[task.id])
         return [r.rank for r in memory.too_full]
 
     try:

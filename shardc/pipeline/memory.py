@@ -10,7 +10,7 @@ for the link's sake, as long as the link is as fast as the topology says.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -19,14 +19,13 @@ from typing import NamedTuple
 from shardc import compat
 from shardc.compat import Atom, Var
 from shardc.ir.walk import short_aval
-from shardc.machine.mesh import MeshView
 from shardc.passes.estimate.backend import backend_of
 from shardc.passes.estimate.memory import estimate_memory
 from shardc.passes.estimate.sizes import piece_bytes
-from shardc.pipeline.cut.cut_stages import StageProgram
 from shardc.pipeline.cut.split_tasks import StageTask, StageTasks
+from shardc.pipeline.place_stages import Stage
 from shardc.pipeline.rank_memory import KINDS, Holding, PipelineMemory, RankMemory
-from shardc.pipeline.schedule.action import Action
+from shardc.pipeline.schedule.action import Action, TaskId
 from shardc.pipeline.schedule.message_lifetimes import earliest_arrivals
 from shardc.pipeline.schedule.simulate import LinkCost, Timeline
 from shardc.pipeline.stage_network import StageNetwork
@@ -43,33 +42,80 @@ class SimulatedCall:
 
     Attributes:
       built: the actors, their channels and the values that these carry.
-      programs, tasks, views: of each stage; a view is its mesh.
+      stages: the planned stages.
       homes: the stage on which each argument of the whole program lives.
       timeline: the simulated call, of a network with the registers that the call will have.
       link: as for `simulate`.
+      working_of: bytes that live inside a task besides its inputs and outputs.
     """
 
     built: StageNetwork
-    programs: Sequence[StageProgram]
-    tasks: Sequence[StageTasks]
-    views: Sequence[MeshView]
+    stages: Sequence[Stage]
     homes: Sequence[int]
     timeline: Timeline
     link: LinkCost
+    working_of: Callable[[StageTask], int]
 
+    def memory(self, capacities: Sequence[int]) -> PipelineMemory:
+        """The memory of every rank, given the bytes of a device of each."""
+        return PipelineMemory(tuple(_Rank(self, r).run(c) for r, c in enumerate(capacities)))
 
-def pipeline_memory(
-    call: SimulatedCall, capacities: Sequence[int], working: Callable[[StageTask], int] | None = None
-) -> PipelineMemory:
-    """The memory of every rank.
+    @cached_property
+    def values(self) -> Mapping[Hashable, StepValues]:
+        return step_values(self.built, self.stages)
 
-    Args:
-      call: the call.
-      capacities: bytes of a device, for each rank.
-      working: bytes that live inside a task besides its inputs and outputs; not given: `working_bytes`.
-    """
-    account = _Account(call, working or working_bytes)
-    return PipelineMemory(tuple(_Rank(account, r).run(c) for r, c in enumerate(capacities)))
+    @cached_property
+    def arrivals(self) -> list[list[list[Message]]]:
+        return earliest_arrivals(self.timeline)
+
+    @cached_property
+    def moved(self) -> dict[Message, float]:
+        return _moved(self.timeline, self.link)
+
+    @cached_property
+    def working(self) -> dict[TaskId, int]:
+        return {i: self.working_of(t) for i, t in self.built.tasks.items()}
+
+    @cached_property
+    def donated(self) -> dict[TaskId, Mapping[int, int]]:
+        """For each task the inputs whose buffers its results take."""
+        return {i: {} if t.plan is None else t.plan.donations for i, t in self.built.tasks.items()}
+
+    @cached_property
+    def results(self) -> list[set[Var]]:
+        """The residents of each stage that are results."""
+        return [set(compat.variables(s.tasks.results)) for s in self.stages]
+
+    @cached_property
+    def _sizes(self) -> dict[tuple[int, Var], int]:
+        return {}
+
+    def size(self, stage: int, atom: Atom) -> int:
+        """Bytes that a device of a stage allots for a value."""
+        mesh = self.stages[stage].mesh
+        backend = backend_of(mesh.topology.backend)
+        if compat.is_literal(atom):
+            return piece_bytes(atom.aval, REPLICATED, {}, backend)
+        if (stage, atom) not in self._sizes:
+            placement = self.stages[stage].tasks.placements[atom]
+            self._sizes[stage, atom] = piece_bytes(atom.aval, placement, mesh.sizes, backend)
+        return self._sizes[stage, atom]
+
+    def name(self, stage: int, v: Var) -> str:
+        """Where a value comes from: a path, or a line of code."""
+        program, tasks = self.stages[stage].program, self.stages[stage].tasks
+        if v in tasks.arguments:
+            return program.program.in_paths[tasks.arguments.index(v)]
+        if v in self.results[stage]:
+            return program.program.out_paths[tasks.results.index(v)] or "result"
+        for route in self.built.channel_values:
+            if route is not None and route.target == stage != route.source and v in route.taken:
+                return self.name(route.source, route.given[route.taken.index(v)])
+        return self._lines.get((stage, v), "")
+
+    @cached_property
+    def _lines(self) -> dict[tuple[int, Var], str]:
+        return _lines([s.tasks for s in self.stages])
 
 
 def working_bytes(task: StageTask) -> int:
@@ -83,50 +129,6 @@ def working_bytes(task: StageTask) -> int:
     boxed, mesh = task.plan.boxed, task.plan.mesh
     backend = backend_of(mesh.topology.backend)
     return estimate_memory(boxed.jaxpr, boxed.placements, mesh.sizes, set(task.outputs), backend=backend).temporaries
-
-
-class _Account:
-    """Data that the accounts of all ranks share."""
-
-    def __init__(self, call: SimulatedCall, working: Callable[[StageTask], int]) -> None:
-        self.built, self.programs, self.tasks = call.built, call.programs, call.tasks
-        self.views, self.homes = call.views, call.homes
-        self.timeline, self.net = call.timeline, call.timeline.network
-        self.values = step_values(call.built, call.tasks)
-        self.arrivals = earliest_arrivals(call.timeline)
-        self.moved = _moved(call.timeline, call.link)
-        run = {id(t): t for _, t in call.built.tasks.values()}
-        self.working = {i: working(t) for i, t in run.items()}
-        self.donated = {i: {} if t.plan is None else t.plan.donations for i, t in run.items()}
-        self.results = [set(compat.variables(t.results)) for t in call.tasks]
-        self._sizes: dict[tuple[int, Var], int] = {}
-
-    def size(self, stage: int, atom: Atom) -> int:
-        """Bytes that a device of a stage allots for a value."""
-        mesh = self.views[stage]
-        backend = backend_of(mesh.topology.backend)
-        if compat.is_literal(atom):
-            return piece_bytes(atom.aval, REPLICATED, {}, backend)
-        if (stage, atom) not in self._sizes:
-            placement = self.built.placements[stage][atom]
-            self._sizes[stage, atom] = piece_bytes(atom.aval, placement, mesh.sizes, backend)
-        return self._sizes[stage, atom]
-
-    def name(self, stage: int, v: Var) -> str:
-        """Where a value comes from: a path, or a line of code."""
-        program, tasks = self.programs[stage], self.tasks[stage]
-        if v in tasks.arguments:
-            return program.program.in_paths[tasks.arguments.index(v)]
-        if v in self.results[stage]:
-            return program.program.out_paths[tasks.results.index(v)] or "result"
-        for route in self.built.channel_values:
-            if route is not None and route.target == stage != route.source and v in route.taken:
-                return self.name(route.source, route.given[route.taken.index(v)])
-        return self._lines.get((stage, v), "")
-
-    @cached_property
-    def _lines(self) -> dict[tuple[int, Var], str]:
-        return _lines(self.tasks)
 
 
 class _Buffer:
@@ -184,11 +186,11 @@ class _Ledger:
 class _Rank:
     """The account of one rank."""
 
-    def __init__(self, account: _Account, rank: int) -> None:
-        self.account, self.number = account, rank
-        self.steps = account.net.actors[rank]
-        self.starts, self.ends = account.timeline.starts[rank], account.timeline.ends[rank]
-        self.stages = [s for s, r in enumerate(account.built.rank_of) if r == rank]
+    def __init__(self, call: SimulatedCall, rank: int) -> None:
+        self.call, self.number = call, rank
+        self.steps = call.timeline.network.actors[rank]
+        self.starts, self.ends = call.timeline.starts[rank], call.timeline.ends[rank]
+        self.stages = [s.number for s in call.stages if s.rank == rank]
         self.ledger = _Ledger()
         self.residents: dict[tuple[int, Var], _Buffer] = {}
         self.inbox: dict[Message, list[tuple[_Buffer, str]]] = {}
@@ -198,9 +200,9 @@ class _Rank:
         self.enter()
         for k, step in enumerate(self.steps):
             self.leave(2 * k)
-            for message in self.account.arrivals[self.number][k]:
+            for message in self.call.arrivals[self.number][k]:
                 self.arrive(message, 2 * k)
-            values = self.account.values.get(step.label)
+            values = self.call.values.get(step.label)
             if values is not None:
                 self.step(k, values)
             for message in step.takes:
@@ -214,28 +216,31 @@ class _Rank:
         """The arguments, before the first step; the caller holds those that live here as long as the call runs."""
         entered: dict[tuple[int, object], _Buffer] = {}
         for stage in self.stages:
-            for i, v in zip(self.account.programs[stage].arguments, self.account.tasks[stage].arguments, strict=True):
-                key = i, self.account.built.placements[stage][v]
+            for i, v in zip(
+                self.call.stages[stage].program.arguments, self.call.stages[stage].tasks.arguments, strict=True
+            ):
+                key = i, self.call.stages[stage].tasks.placements[v]
                 if key not in entered:
-                    entered[key] = _Buffer(stage, v, self.account.size(stage, v))
-                if self.account.homes[i] == stage:
+                    entered[key] = _Buffer(stage, v, self.call.size(stage, v))
+                if self.call.homes[i] == stage:
                     self.ledger.hold(entered[key], "arguments", 0)
                 self.ledger.hold(entered[key], "copies", 0)
                 self.residents[stage, v] = entered[key]
 
     def arrive(self, message: Message, at: int) -> None:
         """Takes in a message of another rank."""
-        route = self.account.built.channel_values[message[0]]
+        route = self.call.built.channel_values[message[0]]
         self.inbox[message] = []
         if route is None:
             return
         for v in route.taken:
-            buffer = _Buffer(route.target, v, self.account.size(route.target, v))
+            buffer = _Buffer(route.target, v, self.call.size(route.target, v))
             self.ledger.hold(buffer, "registers", at)
             self.inbox[message].append((buffer, "registers"))
 
     def step(self, k: int, values: StepValues) -> None:
-        account, stage, task, step = self.account, values.stage, values.task, self.steps[k]
+        call, task, step = self.call, values.task, self.steps[k]
+        stage = task.id.stage
         taken = [[b for b, _ in self.inbox.get(m, ())] for m in step.takes]
 
         def read(v: Var, place: tuple[int, int] | None) -> _Buffer:
@@ -243,9 +248,9 @@ class _Rank:
 
         for v, place in values.incoming:
             self.keep(stage, v, read(v, place), 2 * k)
-        donated = account.donated[id(task)]
+        donated = call.donated[task.id]
         made = [
-            read(*values.inputs[donated[o]]) if o in donated else _Buffer(stage, v, account.size(stage, v))
+            read(*values.inputs[donated[o]]) if o in donated else _Buffer(stage, v, call.size(stage, v))
             for o, v in enumerate(task.outputs)
         ]
         for resident, output, v in values.kept:
@@ -259,9 +264,9 @@ class _Rank:
 
     def word(self, stage: int, v: Var) -> str:
         """The kind of memory that a resident is."""
-        if v in self.account.results[stage]:
+        if v in self.call.results[stage]:
             return "results"
-        return "copies" if v in self.account.tasks[stage].arguments else "sums"
+        return "copies" if v in self.call.stages[stage].tasks.arguments else "sums"
 
     def keep(self, stage: int, v: Var, buffer: _Buffer, at: int) -> None:
         """A resident gets a value; the one that it had is read by the step and goes after it."""
@@ -273,22 +278,22 @@ class _Rank:
         self.residents[stage, v] = buffer
 
     def give(self, k: int, message: Message, give: Sequence[SentValue], buffers: Sequence[_Buffer]) -> None:
-        account = self.account
-        route = account.built.channel_values[message[0]]
+        call = self.call
+        route = call.built.channel_values[message[0]]
         if route is None:
             return
-        if account.built.rank_of[route.target] != self.number:
-            gone = max(2 * k + 1, bisect_left(self.times, account.moved[message]))
+        if call.stages[route.target].rank != self.number:
+            gone = max(2 * k + 1, bisect_left(self.times, call.moved[message]))
             for buffer in buffers:
                 self.ledger.hold(buffer, "leaving", 2 * k)
                 self.leaving.setdefault(gone, []).append(buffer)
             return
         word = "stash" if route.source == route.target else "registers"
-        placements = account.built.placements
+        source, target = (call.stages[n].tasks.placements for n in (route.source, route.target))
         kept: list[tuple[_Buffer, str]] = []
         for g, v, buffer in zip(give, route.taken, buffers, strict=True):
-            same = placements[route.source][g.var] == placements[route.target][v]
-            mine = buffer if same else _Buffer(route.target, v, account.size(route.target, v))
+            same = source[g.var] == target[v]
+            mine = buffer if same else _Buffer(route.target, v, call.size(route.target, v))
             self.ledger.hold(mine, word, 2 * k)
             kept.append((mine, word))
         self.inbox[message] = kept
@@ -303,7 +308,7 @@ class _Rank:
         return tuple(t for ends in zip(self.starts, self.ends, strict=True) for t in ends)
 
     def summary(self, capacity: int) -> RankMemory:
-        account, last = self.account, 2 * len(self.steps)
+        call, last = self.call, 2 * len(self.steps)
         changes = {kind: [0] * (last + 1) for kind in KINDS}
 
         def add(kind: str, size: int, since: int, until: int) -> None:
@@ -315,17 +320,17 @@ class _Rank:
         numbers = {s.label.microbatch for s in self.steps if isinstance(s.label, Action)}
         add("sums", 4 * len(numbers), 0, last)  # which microbatch: an input of tasks
         for k, step in enumerate(self.steps):
-            values = account.values.get(step.label)
-            add("working", 0 if values is None else account.working[id(values.task)], 2 * k, 2 * k + 1)
-        results = [(s, a) for s in self.stages for a in account.tasks[s].results]
-        add("results", sum(account.size(s, a) for s, a in results if compat.is_literal(a)), last - 1, last)
+            values = call.values.get(step.label)
+            add("working", 0 if values is None else call.working[values.task.id], 2 * k, 2 * k + 1)
+        results = [(s, a) for s in self.stages for a in call.stages[s].tasks.results]
+        add("results", sum(call.size(s, a) for s, a in results if compat.is_literal(a)), last - 1, last)
         parts = {kind: tuple(accumulate(row[:-1])) for kind, row in changes.items()}
         total = [sum(sizes) for sizes in zip(*parts.values(), strict=True)]
         peak = total.index(max(total))
         return RankMemory(
             self.number, capacity, self.times, parts, tuple(s.label for s in self.steps),
-            sum(account.size(s, v) for s in self.stages for v in account.tasks[s].arguments),
-            sum(account.size(s, a) for s, a in results), self.holdings(peak),
+            sum(call.size(s, v) for s in self.stages for v in call.stages[s].tasks.arguments),
+            sum(call.size(s, a) for s, a in results), self.holdings(peak),
         )  # fmt: skip
 
     def holdings(self, at: int) -> tuple[Holding, ...]:
@@ -334,7 +339,7 @@ class _Rank:
             if since <= at < until:
                 found.setdefault((kind, buffer.stage, buffer.var), []).append(buffer.bytes)
         rows = [
-            Holding(kind, stage, self.account.name(stage, v), short_aval(v.aval), sum(sizes), len(sizes))
+            Holding(kind, stage, self.call.name(stage, v), short_aval(v.aval), sum(sizes), len(sizes))
             for (kind, stage, v), sizes in found.items()
         ]
         return tuple(sorted(rows, key=lambda h: -h.bytes))
@@ -358,7 +363,7 @@ def _lines(tasks: Sequence[StageTasks]) -> dict[tuple[int, Var], str]:
     """The source line of each value of each stage; for a sum, the line of what is added to it."""
     found: dict[tuple[int, Var], str] = {}
     for stage, t in enumerate(tasks):
-        for task in (t.load, *t.loop.values(), *t.updates.values()):
+        for task in t.all.values():
             for eqn in () if task.plan is None else task.plan.boxed.jaxpr.eqns:
                 behind = (found.get((stage, a), "") for a in reversed(eqn.invars) if not compat.is_literal(a))
                 line = compat.source_line(eqn) or next(filter(None, behind), "")

@@ -75,7 +75,7 @@ class StagePlacer:
             known = frozenset(
                 (c.number, ends[c.number])
                 for c in self._cut.crossings
-                if c.number in ends and self._axes(c.source) == self._axes(c.target)
+                if c.number in ends and self._axes(c.sent.stage) == self._axes(c.received.stage)
             )
             key = (s.stage, known, limits.get(s.stage))
             if key not in self._stages:

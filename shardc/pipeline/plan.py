@@ -19,7 +19,7 @@ from shardc.passes.estimate.sizes import piece_bytes
 from shardc.pipeline.cut.cut_stages import Cut
 from shardc.pipeline.cut.split_tasks import StageTask
 from shardc.pipeline.cut_search.split_scans import Piece, Pieces
-from shardc.pipeline.memory import SimulatedCall, pipeline_memory
+from shardc.pipeline.memory import SimulatedCall, working_bytes
 from shardc.pipeline.options import Pipeline, PipelineRequest
 from shardc.pipeline.place_stages import Stage, transfer_ends
 from shardc.pipeline.rank_memory import PipelineMemory
@@ -84,7 +84,7 @@ class MpmdPlan:
     @cached_property
     def digest(self) -> str:
         """A digest of the tasks of all stages, their schedule and their channels, the same in every process."""
-        tasks = [t for s in self.stages for t in (s.tasks.load, *s.tasks.loop.values(), *s.tasks.updates.values())]
+        tasks = [t for s in self.stages for t in s.tasks.all.values()]
         channels = [(c.name, c.source, c.target, c.registers, c.bytes) for c in self.network.channels]
         parts = str(self.schedule), str(self.homes), str(channels)
         return digest_of([t.plan for t in tasks if t.plan is not None], *parts)
@@ -184,10 +184,9 @@ class MpmdPlan:
 
     def _runs(self, stage: Stage) -> list[tuple[PlacedProgram, int]]:
         """The plans of a stage's tasks, and how often each runs in one call."""
-        t = stage.tasks
-        once = [t.load, *t.updates.values()]
-        runs = [(task.plan, 1) for task in once] + [(task.plan, self.cut.loop.length) for task in t.loop.values()]
-        return [(plan, times) for plan, times in runs if plan is not None]
+        times = self.cut.loop.length
+        tasks = sorted(stage.tasks.all.values(), key=lambda task: task.id.in_loop)
+        return [(task.plan, times if task.id.in_loop else 1) for task in tasks if task.plan is not None]
 
     @cached_property
     def transfers(self) -> tuple[Transfer, ...]:
@@ -200,9 +199,10 @@ class MpmdPlan:
                 found.append(Transfer(b.stage, n, size, 1, f"argument {b.path}", short_aval(b.aval)))
         placed = self._crossing_placements()
         for c in self.cut.crossings:
-            count = self.cut.loop.length if c.in_loop else 1
-            size = _sent(c.aval, placed[c.number], self.stages[c.source].mesh) * count
-            found.append(Transfer(c.source, c.target, size, count, c.line, short_aval(c.aval)))
+            count = self.cut.loop.length if c.sent.in_loop else 1
+            source, target = c.sent.stage, c.received.stage
+            size = _sent(c.aval, placed[c.number], self.stages[source].mesh) * count
+            found.append(Transfer(source, target, size, count, c.line, short_aval(c.aval)))
         return tuple(found)
 
     def _crossing_placements(self) -> dict[int, Placement]:
@@ -239,20 +239,20 @@ class MpmdPlan:
     def memory(self) -> PipelineMemory:
         """Bytes per device of each rank over the call: `.ranks`, each with `peak`, `peak_label` (the step at the peak),
         `peak_parts`, `holdings`. The totals are those of the fullest rank."""
-        return self.memory_with(None)
+        return self.memory_with(working_bytes)
 
-    def memory_with(self, working: Callable[[StageTask], int] | None) -> PipelineMemory:
-        """The same, with `working` bytes of temporaries inside each task; None: as the planner estimates them."""
-        programs, tasks, meshes = zip(*((s.program, s.tasks, s.mesh) for s in self.stages), strict=True)
-        call = SimulatedCall(self.built, programs, tasks, meshes, self.homes, self.simulate(), self.link)
-        return pipeline_memory(call, self.capacities, working)
+    def memory_with(self, working: Callable[[StageTask], int]) -> PipelineMemory:
+        """The same, with `working` bytes of temporaries inside each task."""
+        call = SimulatedCall(self.built, self.stages, self.homes, self.simulate(), self.link, working)
+        return call.memory(self.capacities)
 
     def register_bytes(self, channel: int) -> int:
         """Bytes that a device of the receiving stage allots for one message of a channel."""
         carried = self.built.channel_values[channel]
         if carried is None:
             return 0
-        placements, mesh = self.built.placements[carried.target], self.stages[carried.target].mesh
+        target = self.stages[carried.target]
+        placements, mesh = target.tasks.placements, target.mesh
         backend = backend_of(mesh.topology.backend)
         return sum(piece_bytes(v.aval, placements[v], mesh.sizes, backend) for v in carried.taken)
 
@@ -267,8 +267,8 @@ class MpmdPlan:
 
     def cost(self, label: Any) -> float:
         """Seconds that a step takes."""
-        found = self.built.tasks.get(label)
-        return 0.0 if found is None else task_seconds(found[1].plan)
+        task = self.built.task(label)
+        return 0.0 if task is None else task_seconds(task.plan)
 
     def link(self, channel: Channel) -> tuple[float, float]:
         """Latency, and seconds that a message of a channel keeps its link busy."""
@@ -302,13 +302,13 @@ class MpmdPlan:
     @cached_property
     def rank_times(self) -> tuple[Time, ...]:
         """Seconds of one call by kind (computing, waiting, ...) on each rank. Each adds up to `seconds`."""
-        timeline, tasks = self.simulate(), {label: task for label, (_, task) in self.built.tasks.items()}
+        timeline = self.simulate()
+        plans = {id: t.plan for id, t in self.built.tasks.items() if t.plan is not None}
 
         def spent(labels: Sequence[Any], busy: float) -> Time:
-            runs = Counter(id(tasks[label].plan) for label in labels if label in tasks)
-            plans = {id(t.plan): t.plan for t in tasks.values() if t.plan is not None}
+            runs = Counter(task.id for task in map(self.built.task, labels) if task is not None)
             each = (
-                (plan.time + Time(launch=task_seconds(plan) - plan.seconds)) * runs[key] for key, plan in plans.items()
+                (plan.time + Time(launch=task_seconds(plan) - plan.seconds)) * runs[id] for id, plan in plans.items()
             )
             return sum(each, Time(wait=timeline.makespan - busy))
 

@@ -12,9 +12,10 @@ from typing import TypeAlias
 
 from shardc import compat
 from shardc.compat import Var
-from shardc.pipeline.cut.split_tasks import INDEX, StageTask, StageTasks
-from shardc.pipeline.schedule.action import Action
-from shardc.pipeline.stage_network import ChannelValues, Once, StageNetwork
+from shardc.pipeline.cut.split_tasks import INDEX, StageTask
+from shardc.pipeline.place_stages import Stage
+from shardc.pipeline.schedule.action import TaskId
+from shardc.pipeline.stage_network import ChannelValues, StageNetwork, done_label
 from shardc.runtime.actor import Step
 
 Place: TypeAlias = tuple[int, int]
@@ -36,8 +37,7 @@ class StepValues:
     """The values that a step reads and makes.
 
     Attributes:
-      stage: the stage whose residents it reads.
-      task: the task that it runs.
+      task: the task that it runs. It reads the residents of the task's stage.
       inputs: the variable of each input of the task and, if it comes in a message, its place there.
       incoming: values of messages that become residents before the task runs.
       kept: (resident, output, source) for each resident that it replaces: the new value is this output of the task, or,
@@ -46,7 +46,6 @@ class StepValues:
       drops: residents that nobody reads any more after the step.
     """
 
-    stage: int
     task: StageTask
     inputs: tuple[tuple[Var, Place | None], ...]
     incoming: tuple[tuple[Var, Place], ...]
@@ -63,59 +62,50 @@ class StepValues:
         return read | {source for _, output, source in self.kept if output is None}
 
 
-def step_values(built: StageNetwork, tasks: Sequence[StageTasks]) -> Mapping[Hashable, StepValues]:
+def step_values(built: StageNetwork, stages: Sequence[Stage]) -> Mapping[Hashable, StepValues]:
     """The values of every step that runs a task, by label."""
     found: dict[Hashable, StepValues] = {}
-    alike: dict[tuple[int, int, tuple[int, ...], tuple[int, ...]], StepValues] = {}
-    for row in built.network.actors:
-        last: dict[tuple[int, Var], Action | Once] = {}
+    alike: dict[tuple[TaskId, tuple[int, ...], tuple[int, ...]], StepValues] = {}
+    for rank, row in enumerate(built.network.actors):
+        last: dict[tuple[int, Var], Hashable] = {}
         for step in row:
-            label = step.label
-            assert isinstance(label, Action | Once)
-            if label in built.tasks:
-                stage, task = built.tasks[label]
-                key = stage, id(task), tuple(c for c, _ in step.takes), tuple(c for c, _ in step.gives)
+            label, task = step.label, built.task(step.label)
+            if task is not None:
+                key = task.id, tuple(c for c, _ in step.takes), tuple(c for c, _ in step.gives)
                 if key not in alike:
-                    alike[key] = _values(built.channel_values, step, stage, task)
+                    alike[key] = _values(built.channel_values, step, task)
                 found[label] = alike[key]
-                last |= dict.fromkeys(((stage, v) for v in alike[key].touched()), label)
-            elif label.kind == "done":  # it waits for the loop's results
-                last |= dict.fromkeys(_sums_on(built, tasks, label.stage), label)
-        found |= {s: replace(found[s], drops=v) for s, v in _drops(last, tasks).items() if s in found}
+                last |= dict.fromkeys(((task.id.stage, v) for v in alike[key].touched()), label)
+            elif label == done_label(rank):  # it waits for the loop's results
+                last |= dict.fromkeys(_sums_on(stages, rank), label)
+        found |= {s: replace(found[s], drops=v) for s, v in _drops(last, stages).items() if s in found}
     return found
 
 
-def _sums_on(built: StageNetwork, tasks: Sequence[StageTasks], rank: int) -> list[tuple[int, Var]]:
-    """The sums of a rank's stages, each with its stage."""
-    return [(stage, v) for stage, t in enumerate(tasks) if built.rank_of[stage] == rank for v in sums_of(t)]
+def _sums_on(stages: Sequence[Stage], rank: int) -> list[tuple[int, Var]]:
+    """The residents that the loops of a rank's stages make, each with its stage."""
+    tasks = (t for s in stages if s.rank == rank for t in s.tasks.all.values() if t.id.in_loop)
+    return [(t.id.stage, v) for t in tasks for v, _ in t.kept]
 
 
-def _drops(
-    last: Mapping[tuple[int, Var], Action | Once], tasks: Sequence[StageTasks]
-) -> dict[Action | Once, tuple[Var, ...]]:
+def _drops(last: Mapping[tuple[int, Var], Hashable], stages: Sequence[Stage]) -> dict[Hashable, tuple[Var, ...]]:
     """The residents that each step drops, given the last step of each resident."""
-    drops: dict[Action | Once, list[Var]] = {}
+    drops: dict[Hashable, list[Var]] = {}
     for (stage, v), label in last.items():
-        if v not in compat.variables(tasks[stage].results):
+        if v not in compat.variables(stages[stage].tasks.results):
             drops.setdefault(label, []).append(v)
     return {label: tuple(names) for label, names in drops.items()}
 
 
-def sums_of(tasks: StageTasks) -> list[Var]:
-    """The residents of a stage that its loop makes."""
-    return [v for t in tasks.loop.values() for v, _ in t.kept]
-
-
-def _values(channel_values: Sequence[ChannelValues | None], step: Step, stage: int, task: StageTask) -> StepValues:
+def _values(channel_values: Sequence[ChannelValues | None], step: Step, task: StageTask) -> StepValues:
     where: dict[Var, Place] = {}
     for i, (channel, _) in enumerate(step.takes):
         carried = channel_values[channel]
         for j, v in enumerate(carried.taken if carried is not None else ()):
             where[v] = i, j
     outputs = {v: i for i, v in enumerate(task.outputs)}
-    arrive = isinstance(step.label, Once)  # after the loop, received values become residents
+    arrive = not task.id.in_loop  # after the loop, received values become residents
     return StepValues(
-        stage,
         task,
         tuple((v, where.get(v)) for v in task.inputs),
         tuple((v, where[v]) for _, v in task.received if v in where and arrive),

@@ -10,8 +10,9 @@ from shardc.arrays.remote import SMALL, bytes_of, is_small
 from shardc.ir.collective import known_bytes, unknown_among
 from shardc.machine.mesh import MeshView
 from shardc.passes.estimate.plan_cost import Time
+from shardc.pipeline.cut.split_tasks import StageTask
 from shardc.pipeline.place_stages import Stage
-from shardc.pipeline.plan import MpmdPlan
+from shardc.pipeline.plan import MpmdPlan, task_seconds
 from shardc.pipeline.schedule.action import Action
 from shardc.pipeline.schedule.simulate import Timeline
 from shardc.plan.borders import Border
@@ -197,17 +198,17 @@ def _registers(plan: MpmdPlan, timeline: Timeline) -> tuple[list[int], list[int]
     return held, received
 
 
-def _steps_of(plan: MpmdPlan, stage: Stage) -> dict[str, list[tuple[Any, int]]]:
-    """The labels of a stage's steps by kind of task, each with the number of its executions in a call."""
-    found: dict[str, list[tuple[Any, int]]] = {}
-    times = plan.schedule.microbatches
-    for label, (number, _) in plan.built.tasks.items():
-        if number != stage.number:
+def _steps_of(plan: MpmdPlan, stage: Stage) -> dict[str, list[tuple[StageTask, int]]]:
+    """The tasks of a stage by the kind of their steps, each with the number of its executions in a call."""
+    found: dict[str, list[tuple[StageTask, int]]] = {}
+    for step in plan.network.actors[stage.rank]:
+        label, task = step.label, plan.built.task(step.label)
+        if task is None or task.id.stage != stage.number:
             continue
         if not isinstance(label, Action):
-            found.setdefault(str(label).partition(" ")[0], []).append((label, 1))
+            found.setdefault(task.id.kind, []).append((task, 1))
         elif label.microbatch == 0:
-            found.setdefault(label.kind, []).append((label, times))
+            found.setdefault(label.kind, []).append((task, plan.schedule.microbatches))
     return found
 
 
@@ -229,9 +230,9 @@ def _tasks(plan: MpmdPlan, timeline: Timeline) -> Section:
     all_steps = [_steps_of(plan, stage) for stage in plan.stages]
     kinds = _kinds(all_steps)
 
-    def row(steps: Mapping[str, Sequence[tuple[Any, int]]]) -> tuple[str, ...]:
-        each = [sum(plan.cost(label) for label, _ in steps.get(k, ())) for k in kinds]
-        busy = sum(plan.cost(label) * times for found in steps.values() for label, times in found)
+    def row(steps: Mapping[str, Sequence[tuple[StageTask, int]]]) -> tuple[str, ...]:
+        each = [sum(task_seconds(task.plan) for task, _ in steps.get(k, ())) for k in kinds]
+        busy = sum(task_seconds(task.plan) * times for found in steps.values() for task, times in found)
         return (*(seconds_text(s) if s else "-" for s in each), seconds_text(busy), _share(busy, timeline.makespan))
 
     least = seconds_text(plan.mesh.topology.dispatch)
@@ -254,8 +255,8 @@ def _sent(plan: MpmdPlan) -> Section | None:
     all_steps = [_steps_of(plan, stage) for stage in plan.stages]
     kinds = _kinds(all_steps)
 
-    def sent(steps: Mapping[str, Sequence[tuple[Any, int]]], kind: str) -> int:
-        plans = [plan.built.tasks[label][1].plan for label, _ in steps.get(kind, ())]
+    def sent(steps: Mapping[str, Sequence[tuple[StageTask, int]]], kind: str) -> int:
+        plans = [task.plan for task, _ in steps.get(kind, ())]
         return sum(known_bytes(p.collectives) for p in plans if p is not None)
 
     found = [[sent(steps, k) for k in kinds] for steps in all_steps]

@@ -42,7 +42,7 @@ def programs_after(plan: PlanView, name: str) -> str:
         if part.offloaded is not None:
             found[which] = [*found[which], ("offload", part.boxed.jaxpr)]
     for stage in plan.stages if isinstance(plan, MpmdPlan) else ():
-        for task in (stage.tasks.load, *stage.tasks.loop.values(), *stage.tasks.updates.values()):
+        for task in stage.tasks.all.values():
             if task.plan is not None:
                 found[task.plan.program.name] = [("split_tasks", task.plan.boxed.jaxpr)]
     return _one(found, name)

@@ -158,9 +158,9 @@ def test_the_examples_of_pipelines(pipeline):
         names = [e.primitive.name for e in all_eqns(dict(passed)["cut_stages"])]
         assert names.count("send") == names.count("receive") == 1
         assert "stage_boundary" not in names
-    tasks = [sum(t.plan is not None for t in s.tasks.loop.values()) for s in pipeline.stages]
+    tasks = [sum(t.plan is not None for t in s.tasks.all.values() if t.id.in_loop) for s in pipeline.stages]
     assert tasks == [2, 1]  # the last stage's forward and backward are one
-    assert all(s.tasks.updates for s in pipeline.stages)
+    assert all(any(id.kind == "update" for id in s.tasks.all) for s in pipeline.stages)
 
 
 def test_the_example_of_lower():

@@ -59,7 +59,7 @@ class Watched(PipelineExecutable):
             self.most |= bytes_of(jax.live_arrays())
 
     def _launch(self, label, executable, given):
-        if self.plan.built.tasks[label][0] in self.slow:
+        if self.plan.built.task(label).id.stage in self.slow:
             time.sleep(SLOW)
         self.look()
         made = executable.run(given)

@@ -70,9 +70,7 @@ def test_a_rank_on_other_devices(by_axis):
         params, loss = step(params, batch)
         losses.append(float(loss))
     (after,) = step._executables.values()
-    of_rank = {
-        id(t): s.rank for s in plan.stages for t in (s.tasks.load, *s.tasks.loop.values(), *s.tasks.updates.values())
-    }
+    of_rank = {task: s.rank for s in plan.stages for task in s.tasks.all}
     kept = {i for i, e in after._executables.items() if before._executables.get(i) is e}
     assert kept == {i for i in after._executables if of_rank[i] == 0}
     assert params["w1"].devices() == set(jax.devices()[6:8]) and params["w0"].devices() == set(jax.devices()[:2])

@@ -80,7 +80,7 @@ def lengths(plan):
     return [
         [
             e.params["length"]
-            for task in stage.tasks.loop.values() if task.plan is not None
+            for task in stage.tasks.all.values() if task.id.in_loop and task.plan is not None
             for e in all_eqns(task.plan.boxed.jaxpr) if e.primitive.name == "scan"
         ]
         for stage in plan.stages

@@ -1,10 +1,9 @@
 """Finds the microbatch loop of a program, and assigns each equation of its body to a stage and a task.
 
-With P stages, an equation has a *position*: the index of its task in the order in which a microbatch passes the tasks.
-F_s has position s, B_s has position 2P-1-s. An equation that depends on the output of cut k comes after this cut. An
-equation that depends only on the loop's inputs is computed where it is first used, or at every use if it is cheap. A
-boundary inside a rematerialised block is recompute: its value already crossed the cut in the forward pass. So the block
-is inlined, and each stage recomputes its own part.
+A microbatch passes the tasks in their order: F from the first stage to the last, then B back to the first. An equation
+that depends on the output of cut k comes after this cut. An equation that depends only on the loop's inputs is computed
+where it is first used, or at every use if it is cheap. A boundary inside a rematerialised block is recompute: its value
+already crossed the cut in the forward pass. So the block is inlined, and each stage recomputes its own part.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from shardc.ir.program import Program
 from shardc.ir.walk import ADDITIONS, LINEAR, all_eqns, bytes_of
 from shardc.pipeline.cut.find_homes import is_large
 from shardc.pipeline.cut.reassociate import reassociate
+from shardc.pipeline.schedule.action import TaskId
 
 CHEAP: Final = LINEAR | frozenset(
     (
@@ -43,24 +43,6 @@ _TRACED_ONCE: Final = (
 )
 
 
-def forward_position(stage: int) -> int:
-    return stage
-
-
-def backward_position(stage: int, stages: int) -> int:
-    return 2 * stages - 1 - stage
-
-
-def weight_position(stage: int, stages: int) -> int:
-    """The position of a stage's task W: the part of the backward pass that the gradient of the stage's input does not
-    need."""
-    return 3 * stages - 1 - stage
-
-
-def stage_of(position: int, stages: int) -> int:
-    return position if position < stages else stages - 1 - (position % stages)
-
-
 @dataclass(frozen=True)
 class CarryPart:
     """One carry of the microbatch loop, or one stage's part of it: a sum over microbatches, or state.
@@ -68,37 +50,37 @@ class CarryPart:
     Attributes:
       carry: the carry.
       before, after: its variables before and after a microbatch.
-      position: the position that makes `after`.
+      task: the task that makes `after`.
       state: whether it is state: a microbatch may read the value that the previous one left.
     """
 
     carry: Carry
     before: Var
     after: Atom
-    position: int
+    task: TaskId
     state: bool = False
 
 
 @dataclass(frozen=True)
 class PlacedBody:
-    """The body of the loop with a position for each equation.
+    """The body of the loop with a task for each equation.
 
     Attributes:
       stages: P.
       fused: the last stage's forward lies inside its backward task.
       backward: whether there is a backward pass.
-      eqns: (position, equation), in an order in which each stage can compute its own; a cheap equation may occur
-        several times.
+      eqns: (task, equation), in an order in which each stage can compute its own; a cheap equation may occur several
+        times.
       carries: the parts of each carry, in the order of stages.
-      ys: the variable and the position of each stacked result.
+      ys: the variable and the task of each stacked result.
     """
 
     stages: int
     fused: bool
     backward: bool
-    eqns: tuple[tuple[int, Eqn], ...]
+    eqns: tuple[tuple[TaskId, Eqn], ...]
     carries: tuple[CarryPart, ...]
-    ys: tuple[tuple[Atom, int], ...]
+    ys: tuple[tuple[Atom, TaskId], ...]
 
 
 def find_loop(program: Program, where: str) -> Loop:
@@ -187,7 +169,7 @@ def boundary_lines(loop: Loop) -> list[str]:
 
 
 def place_body(loop: Loop, stages: int, where: str) -> PlacedBody:
-    """Assign a position to each equation of the loop's body.
+    """Assign a task to each equation of the loop's body.
 
     Raises:
       PipelineError: there are too many or too few boundaries, they are out of order, or a stage has no work.
@@ -199,10 +181,10 @@ class _Placer:
     def __init__(self, loop: Loop, stages: int, where: str) -> None:
         self.loop, self.stages, self.where = loop, stages, where
         self.alias: dict[Var, Atom] = {}
-        self.floor: dict[Var, int] = {}
-        self.low: dict[Var, int | None] = {}
+        self.floor: dict[Var, TaskId] = {}
+        self.low: dict[Var, TaskId | None] = {}
         self.late: set[Eqn] = set()  # equations of recompute: computed as late as their readers allow
-        self.limit: dict[Var, int] = {}  # the position before the first cut that a value crosses
+        self.limit: dict[Var, TaskId] = {}  # the task before the first cut that a value crosses
         self.depth = dict.fromkeys(
             (*loop.consts, *loop.rows), 0
         )  # number of equations of a cheap computation; absent: not cheap
@@ -225,9 +207,9 @@ class _Placer:
             atom = self.alias[atom]
         return atom
 
-    def at(self, atom: Atom) -> int | None:
-        """The first position at which a value is available under this name; None if it is available everywhere."""
-        found: int | None = None
+    def at(self, atom: Atom) -> TaskId | None:
+        """The first task in which a value is available under this name; None if it is available everywhere."""
+        found: TaskId | None = None
         while not compat.is_literal(atom):
             if atom not in self.alias:
                 return _latest(found, self.low.get(atom))
@@ -288,7 +270,7 @@ class _Placer:
         return cut if cut == END else self.order[cut]
 
     def _lows(self, eqns: Sequence[Eqn]) -> list[Eqn]:
-        """Remove the boundaries, and find the earliest position of every other equation."""
+        """Remove the boundaries, and find the earliest task of every other equation."""
         kept: list[Eqn] = []
         crossed: dict[tuple[int, int], Atom] = {}
         wrong: list[str] = []
@@ -308,26 +290,32 @@ class _Placer:
                     )
                 crossed.setdefault(key, x)
             self.alias[y] = x
+            front, behind = self._around(eqn)
             if eqn not in self.late and not compat.is_literal(b := self.base(x)):
-                front = self.stages - 1 if k == END else 2 * self.stages - 2 - k if eqn.params["backward"] else k
                 self.limit[b] = min(front, self.limit.get(b, front))
-            if k == END:
-                self.floor[y] = self.stages if eqn.params["backward"] else (self.at(x) or 0)
-            else:
-                behind = 2 * self.stages - 1 - k if eqn.params["backward"] else k + 1
-                before = self.at(x)
-                if before is not None and before >= behind:
-                    wrong.append(
-                        f"{compat.source_line(eqn)}: boundary {k} takes a value that is made after it "
-                        f"(by stage {stage_of(before, self.stages)}): {_TRACED_ONCE}"
-                    )
-                self.floor[y] = behind
+            before = self.at(x)
+            if k != END and before is not None and before >= behind:
+                wrong.append(
+                    f"{compat.source_line(eqn)}: boundary {k} takes a value that is made after it "
+                    f"(by stage {before.stage}): {_TRACED_ONCE}"
+                )
+            is_mark = k == END and not eqn.params["backward"]  # it separates no stages
+            self.floor[y] = before or TaskId(0, "F") if is_mark else behind
         if wrong:
             raise PipelineError(all_offenders(f"{self.where}: stage boundaries out of order", _unique(wrong)))
         return kept
 
+    def _around(self, boundary: Eqn) -> tuple[TaskId, TaskId]:
+        """The tasks before and behind a boundary."""
+        k, last = self._number(boundary), self.stages - 1
+        if k == END:
+            return TaskId(last, "F"), TaskId(last, "B")
+        if boundary.params["backward"]:
+            return TaskId(k + 1, "B"), TaskId(k, "B")
+        return TaskId(k, "F"), TaskId(k + 1, "F")
+
     def _low_of(self, eqn: Eqn) -> None:
-        low: int | None = None
+        low: TaskId | None = None
         for atom in eqn.invars:
             low = _latest(low, self.at(atom))
         depth: int | None = None
@@ -377,22 +365,22 @@ class _Placer:
             is_sum = add is not None and add.primitive.name in ADDITIONS and before in reads
             if add is None or not is_sum or readers.get(before, 0) > 1:
                 after = out if add is not None else self._copied(out, eqns)
-                parts.append(CarryPart(c, before, after, -1, state=True))
+                parts.append(CarryPart(c, before, after, self._first, state=True))
                 continue
             term = add.invars[1 - reads.index(before)]
             groups = reassociate(term, self.base, made, readers, self._stage_at)
             if len(groups) < 2:
-                parts.append(CarryPart(c, before, out, -1))
+                parts.append(CarryPart(c, before, out, self._first))
                 continue
             for i, (_, value, eqns_of) in enumerate(groups):
                 start = before if i == 0 else compat.fresh_var(before.aval)
                 after = compat.fresh_var(out.aval)
                 extra += [*eqns_of, add.replace(invars=[start, value], outvars=[after])]
-                parts.append(CarryPart(c, start, after, -1))
+                parts.append(CarryPart(c, start, after, self._first))
         return parts, extra
 
-    def _follow(self, eqns: Sequence[Eqn], parts: Sequence[CarryPart]) -> dict[Var, set[int]]:
-        """For values that depend on state only: the positions of the tasks that replace this state."""
+    def _follow(self, eqns: Sequence[Eqn], parts: Sequence[CarryPart]) -> dict[Var, set[TaskId]]:
+        """For values that depend on state only: the tasks that replace this state."""
         states = [p for p in parts if p.state]
         behind: dict[Var, frozenset[Var]] = {p.before: frozenset((p.before,)) for p in states}
         for eqn in eqns:
@@ -418,12 +406,17 @@ class _Placer:
 
     def _stage_at(self, atom: Atom) -> int | None:
         low = self.at(atom)
-        return None if low is None else stage_of(self._fuse(low), self.stages)
+        return None if low is None else low.stage
 
-    def _fuse(self, position: int) -> int:
-        return self.stages if self.fused and position == self.stages - 1 else position
+    def _fuse(self, task: TaskId) -> TaskId:
+        last = self.stages - 1
+        return TaskId(last, "B") if self.fused and task == TaskId(last, "F") else task
 
-    # -- positions, from the readers back
+    @property
+    def _first(self) -> TaskId:
+        return self._fuse(TaskId(0, "F"))
+
+    # -- tasks, from the readers back
 
     def _beside(self, eqns: Sequence[Eqn]) -> dict[Var, int]:
         """The stage of each value that depends on no microbatch: the stage of its largest input.
@@ -433,9 +426,9 @@ class _Placer:
         at: dict[Var, int] = {}
         for eqn in reversed(eqns):
             reads = [at[v] for v in eqn.outvars if v in at]
-            reads += [stage_of(self.limit[v], self.stages) for v in eqn.outvars if v in self.limit]
+            reads += [self.limit[v].stage for v in eqn.outvars if v in self.limit]
             for found in map(self.low.get, eqn.outvars) if eqn.outvars else map(self.at, eqn.invars):
-                reads += [] if found is None else [stage_of(found, self.stages)]
+                reads += [] if found is None else [found.stage]
             if reads:
                 at |= {v: min(*reads, at.get(v, self.stages)) for v in self._vars(eqn)}
         for eqn in eqns:
@@ -448,12 +441,12 @@ class _Placer:
     def _resolve(self, eqns: list[Eqn], parts: list[CarryPart], ys: Sequence[Atom]) -> PlacedBody:
         roots = {a for a in (*(p.after for p in parts), *ys) if not compat.is_literal(a)}
         follow = self._follow(eqns, parts)
-        uses: dict[Var, set[int]] = {v: set(follow[v]) for v in roots if v in follow}
-        where: dict[Var, int] = {}
-        placed: list[tuple[int, Eqn]] = []
-        alone, beside = self._fuse(0), self._beside(eqns)
+        uses: dict[Var, set[TaskId]] = {v: set(follow[v]) for v in roots if v in follow}
+        where: dict[Var, TaskId] = {}
+        placed: list[tuple[TaskId, Eqn]] = []
+        alone, beside = self._first, self._beside(eqns)
         for eqn in reversed(eqns):
-            read = set[int]().union(*(uses.get(v, ()) for v in eqn.outvars))
+            read = set[TaskId]().union(*(uses.get(v, ()) for v in eqn.outvars))
             root = any(v in roots for v in eqn.outvars)
             if not read and not root and not eqn.effects:
                 continue
@@ -461,32 +454,32 @@ class _Placer:
             for found in map(self.low.__getitem__, eqn.outvars) if eqn.outvars else map(self.at, eqn.invars):
                 low = _latest(low, found)
             if low is not None and not (eqn in self.late and read):
-                positions = {self._fuse(low)}
+                tasks = {self._fuse(low)}
             elif not read:
                 known = [beside[v] for v in eqn.outvars if v in beside]
-                positions = {self._fuse(low if low is not None else min(known, default=0))}
+                tasks = {self._fuse(low if low is not None else TaskId(min(known, default=0), "F"))}
             elif low is None and not root and all(v in self.depth for v in eqn.outvars):
-                positions = read
+                tasks = read
             else:
                 limits = {self._fuse(self.limit[v]) for v in eqn.outvars if v in self.limit}
                 large = [v for v in (*self._vars(eqn), *eqn.outvars) if is_large(v)]
                 if low is None and large and not any(map(is_large, eqn.outvars)):  # a norm of weights: where they are
-                    limits |= {self._fuse(beside[v]) for v in eqn.outvars if v in beside}
-                positions = {min(read | limits)}
-            for p in sorted(positions, reverse=True):
+                    limits |= {self._fuse(TaskId(beside[v], "F")) for v in eqn.outvars if v in beside}
+                tasks = {min(read | limits)}
+            for p in sorted(tasks, reverse=True):
                 placed.append((p, eqn.replace(invars=[self.base(a) for a in eqn.invars])))
                 for v in self._vars(eqn):
                     uses.setdefault(v, set()).add(p)
-            where |= {v: min(positions) for v in eqn.outvars}
+            where |= {v: min(tasks) for v in eqn.outvars}
         placed.reverse()
         return PlacedBody(
             self.stages, self.fused, self.backward, tuple(placed),
             tuple(
-                replace(p, position=where.get(p.after, alone)) for p in parts
+                replace(p, task=where.get(p.after, p.task)) for p in parts
             ),
             tuple((y, alone if compat.is_literal(y) else where.get(y, alone)) for y in ys),
         )  # fmt: skip
 
 
-def _latest(a: int | None, b: int | None) -> int | None:
+def _latest(a: TaskId | None, b: TaskId | None) -> TaskId | None:
     return b if a is None else a if b is None else max(a, b)

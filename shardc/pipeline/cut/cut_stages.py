@@ -30,7 +30,6 @@ from shardc.pipeline.cut.cut_loop import (
     boundary_lines,
     find_loop,
     place_body,
-    stage_of,
 )
 from shardc.pipeline.cut.find_homes import find_homes, largest
 from shardc.pipeline.cut.keep_state import keep_state
@@ -38,6 +37,7 @@ from shardc.pipeline.cut.recompute_forward import recompute_forward
 from shardc.pipeline.cut.regroup import regroup
 from shardc.pipeline.cut.split_backward import split_backward
 from shardc.pipeline.cut.split_nested import split_nested
+from shardc.pipeline.schedule.action import TaskId
 from shardc.plan.borders import match_donated
 from shardc.plan.request import Argument
 
@@ -49,19 +49,14 @@ class Crossing:
     Attributes:
       number: the number of its send and its receive.
       aval: its type.
-      source, target: the stages.
-      sent, received: the positions of the tasks in the loop, or their levels after it.
-      in_loop: whether it is sent for each microbatch, or once.
+      sent, received: the tasks that send and receive it: both in the loop, or both after it.
       line: the source line of the equation that makes it.
     """
 
     number: int
     aval: object
-    source: int
-    target: int
-    sent: int
-    received: int
-    in_loop: bool
+    sent: TaskId
+    received: TaskId
     line: str
 
 
@@ -73,16 +68,15 @@ class StageProgram:
       stage: the stage.
       program: the program, with sends and receives, and a scan over microbatches.
       arguments, results: numbers of its inputs and results in the whole program.
-      position: for each value that the loop's body makes or receives, the position of the task that does.
-      level: for each value received after the loop, the level of the update task that takes it.
+      tasks: for each value that the loop's body makes or receives, the task that does; for each value received after
+        the loop, the update that takes it.
     """
 
     stage: int
     program: Program
     arguments: tuple[int, ...]
     results: tuple[int, ...]
-    position: Mapping[Var, int]
-    level: Mapping[Var, int]
+    tasks: Mapping[Var, TaskId]
 
 
 @dataclass(frozen=True)
@@ -95,7 +89,7 @@ class Cut:
         input that is only read for its own new value lives with the largest value in the same equations.
       crossings: the values that go from stage to stage, by number.
       loop: the loop over microbatches.
-      body: its body with a position for each equation.
+      body: its body with a task for each equation.
     """
 
     stages: tuple[StageProgram, ...]
@@ -142,7 +136,7 @@ def _idle(body: PlacedBody) -> list[int]:
     """The stages without work of their own: they only add up values of other stages, or zeros."""
     sums = {c.after for c in body.carries}
     working = {
-        stage_of(p, body.stages)
+        p.stage
         for p, e in body.eqns
         if not sums.issuperset(e.outvars) and not all(compat.is_literal(a) for a in e.invars)
     }
@@ -164,11 +158,11 @@ class _Assembler:
     loop: Loop
     body: PlacedBody
     crossings: list[Crossing] = field(default_factory=list[Crossing])
-    positions: list[dict[Var, int]] = field(init=False)
+    tasks: list[dict[Var, TaskId]] = field(init=False)
 
     def __post_init__(self) -> None:
         self.count = self.body.stages
-        self.positions = [{} for _ in range(self.count)]
+        self.tasks = [{} for _ in range(self.count)]
 
     def run(self) -> Cut:
         self._split_body()
@@ -181,23 +175,23 @@ class _Assembler:
     def _split_body(self) -> None:
         """Make `self.scans`: the scan of each stage, with its sends and receives."""
         n = self.count
-        copies: dict[Var, list[int]] = {}
+        copies: dict[Var, list[TaskId]] = {}
         for p, eqn in self.body.eqns:
             for v in eqn.outvars:
                 copies.setdefault(v, []).append(p)
         names = self._copy_names(copies)
         gives, eqns = self._loop_crossings(copies)
         for p, eqn in self.body.eqns:
-            stage = stage_of(p, n)
+            stage = p.stage
             mine = {v: names[p, v] for v in eqn.invars if not compat.is_literal(v) and (p, v) in names}
             made = [names[p, v] for v in eqn.outvars]
             eqns[stage].append(with_atoms(eqn, mine).replace(outvars=made))
-            self.positions[stage] |= dict.fromkeys(made, p)
+            self.tasks[stage] |= dict.fromkeys(made, p)
             for v in eqn.outvars:
                 for number in gives.get(v, ()):
                     out = compat.fresh_var(v.aval)
                     eqns[stage].append(_send(v, out, number, eqn))
-                    self.positions[stage][out] = p
+                    self.tasks[stage][out] = p
         self.zeros: list[list[Eqn]] = [[] for _ in range(n)]
         self.sums: list[Eqn] = []
         self.scans: list[Eqn | None] = []
@@ -206,38 +200,37 @@ class _Assembler:
         for s in range(n):
             self.scans.append(self._scan(s, eqns[s], ends))
 
-    def _copy_names(self, copies: Mapping[Var, Sequence[int]]) -> dict[tuple[int, Var], Var]:
-        """The variable of each value at each position: a fresh one if a stage computes the value twice."""
-        n = self.count
-        names: dict[tuple[int, Var], Var] = {}
+    def _copy_names(self, copies: Mapping[Var, Sequence[TaskId]]) -> dict[tuple[TaskId, Var], Var]:
+        """The variable of each value in each task: a fresh one if a stage computes the value twice."""
+        names: dict[tuple[TaskId, Var], Var] = {}
         for v, at in copies.items():
             for i, p in enumerate(at):
-                twice = any(stage_of(q, n) == stage_of(p, n) for q in at[:i])
+                twice = any(q.stage == p.stage for q in at[:i])
                 names[p, v] = compat.fresh_var(v.aval) if twice else v
         return names
 
-    def _loop_crossings(self, copies: Mapping[Var, Sequence[int]]) -> tuple[dict[Var, list[int]], list[list[Eqn]]]:
+    def _loop_crossings(self, copies: Mapping[Var, Sequence[TaskId]]) -> tuple[dict[Var, list[int]], list[list[Eqn]]]:
         """The numbers of the crossings of each value in the loop, and the receives of each stage."""
         n = self.count
         inputs = {*self.loop.operands, *(p.before for p in self.body.carries)}
-        takes: dict[tuple[Var, int], int] = {}  # value and stage: the first position that reads it there
+        takes: dict[tuple[Var, int], TaskId] = {}  # value and stage: the first task that reads it there
         for p, eqn in self.body.eqns:
             for v in eqn.invars:
                 there = compat.is_literal(v) or v in inputs or p in copies[v]
-                if not there and stage_of(copies[v][0], n) != stage_of(p, n):
-                    key = v, stage_of(p, n)
+                if not there and copies[v][0].stage != p.stage:
+                    key = v, p.stage
                     takes[key] = min(takes.get(key, p), p)
         gives: dict[Var, list[int]] = {}
         received: list[list[Eqn]] = [[] for _ in range(n)]
         for (v, stage), p in takes.items():
             q = copies[v][0]
-            if self.body.fused and stage == n - 1 and q < n - 1:
-                p = n - 1  # the fused stage's forward only takes its input in
+            if self.body.fused and stage == n - 1 and q.kind == "F":
+                p = TaskId(stage, "F")  # the fused stage's forward only takes its input in
             line = next(compat.source_line(e) for _, e in self.body.eqns if v in e.outvars)
-            number = self._cross(v, (stage_of(q, n), q), (stage, p), in_loop=True, line=line)
+            number = self._cross(v, q, p, line)
             gives.setdefault(v, []).append(number)
             received[stage].append(_receive(v, number))
-            self.positions[stage][v] = p
+            self.tasks[stage][v] = p
         return gives, received
 
     def _ends(self) -> dict[Var, Var]:
@@ -259,30 +252,24 @@ class _Assembler:
     def _scan(self, stage: int, eqns: list[Eqn], ends: Mapping[Var, Var]) -> Eqn | None:
         if not eqns:
             return None
-        loop, n = self.loop, self.count
+        loop = self.loop
         carries: list[Carry] = []
         for part in self.body.carries:
-            if stage_of(part.position, n) == stage:
+            if part.task.stage == stage:
                 start = part.carry.start
                 if part.before is not part.carry.before:
                     start = compat.fresh_var(part.before.aval)
                     self.zeros[stage].append(full_eqn(0, start))
                 carries.append(Carry(part.before, part.after, start, ends[part.before]))
         ys = zip(loop.stacks, self.body.ys, strict=True)
-        mine = replace(loop, carries=carries, stacks={v: y for v, (y, p) in ys if stage_of(p, n) == stage})
+        mine = replace(loop, carries=carries, stacks={v: y for v, (y, p) in ys if p.stage == stage})
         self.made_in |= dict.fromkeys(mine.results, stage)
         return mine.reading(eqns).equation()
 
-    def _cross(self, v: Var, sent: tuple[int, int], received: tuple[int, int], *, in_loop: bool, line: str) -> int:
-        """Add a crossing. Returns its number.
-
-        Args:
-          v: the value.
-          sent, received: stage and position, or stage and level after the loop.
-          in_loop, line: as in `Crossing`.
-        """
-        number, (source, at), (target, then) = len(self.crossings), sent, received
-        self.crossings.append(Crossing(number, v.aval, source, target, at, then, in_loop, line))
+    def _cross(self, v: Var, sent: TaskId, received: TaskId, line: str) -> int:
+        """Add a crossing. Returns its number."""
+        number = len(self.crossings)
+        self.crossings.append(Crossing(number, v.aval, sent, received, line))
         return number
 
     # -- before and after the loop
@@ -387,7 +374,7 @@ class _Assembler:
             None,
             passed=(("cut_stages", jaxpr),),
         )
-        return StageProgram(stage, program, tuple(arguments), tuple(results), self.positions[stage], self.levels[stage])
+        return StageProgram(stage, program, tuple(arguments), tuple(results), self.tasks[stage])
 
     def _build(self) -> None:
         """Make `self.built`, the equations of every stage with sends and receives, and the levels of their values."""
@@ -426,7 +413,8 @@ class _Assembler:
             return 0 if compat.is_literal(a) else self.levels[stage].get(a, 0)
         source, at = self.home[a], self.send_at
         sent = self.levels[source][a]
-        number = self._cross(a, (source, sent), (stage, sent + 1), in_loop=False, line=self.lines.get(a, ""))
+        received = self.tasks[stage][a] = TaskId(stage, "update", sent + 1)
+        number = self._cross(a, TaskId(source, "update", sent), received, self.lines.get(a, ""))
         self.built[source].insert(at[a, source], _send(a, compat.fresh_var(a.aval), number, None))
         for key, place in list(at.items()):
             if key[1] == source and place >= at[a, source] and key != (a, source):

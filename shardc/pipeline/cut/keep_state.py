@@ -17,7 +17,8 @@ from shardc.compat import Eqn, Var
 from shardc.errors import PipelineError, all_offenders
 from shardc.ir.eqns import copy_eqn
 from shardc.ir.walk import with_atoms
-from shardc.pipeline.cut.cut_loop import PlacedBody, stage_of
+from shardc.pipeline.cut.cut_loop import PlacedBody
+from shardc.pipeline.schedule.action import TaskId
 
 
 def keep_state(body: PlacedBody, where: str) -> PlacedBody:
@@ -29,17 +30,17 @@ def keep_state(body: PlacedBody, where: str) -> PlacedBody:
     states = [c for c in body.carries if c.state]
     if not states:
         return body
-    eqns, front, back = list(body.eqns), list[tuple[int, Eqn]](), list[tuple[int, Eqn]]()
+    eqns, front, back = list(body.eqns), list[tuple[TaskId, Eqn]](), list[tuple[TaskId, Eqn]]()
     wrong: list[str] = []
     carries = list(body.carries)
     results = [y for y, _ in body.ys]
     for c in states:
-        at = c.position
+        at = c.task
         readers = [(p, e) for p, e in eqns if c.before in e.invars]
         early = [(p, e) for p, e in readers if p < at]
         if early:
             made = next(e for _, e in eqns if c.after in e.outvars)
-            wrong.append(_too_early(body, early, at, made))
+            wrong.append(_too_early(early, at, made))
             continue
         if any(p != at for p, _ in readers):
             seen = compat.fresh_var(c.before.aval)
@@ -62,15 +63,14 @@ def _shared(after: Var, body: PlacedBody) -> bool:
     return sum(c.after is after for c in body.carries) > 1
 
 
-def _too_early(body: PlacedBody, early: Sequence[tuple[int, Eqn]], at: int, made: Eqn) -> str:
-    position, reader = min(early, key=lambda pair: pair[0])
-    n = body.stages
+def _too_early(early: Sequence[tuple[TaskId, Eqn]], at: TaskId, made: Eqn) -> str:
+    first, reader = min(early, key=lambda pair: pair[0])
     return (
-        f"{compat.source_line(reader)}, in the {_task(position, n)}, reads state that {compat.source_line(made)} "
-        f"replaces in the {_task(at, n)}: each microbatch would wait until the previous one has reached that task. "
+        f"{compat.source_line(reader)}, in the {_text(first)}, reads state that {compat.source_line(made)} "
+        f"replaces in the {_text(at)}: each microbatch would wait until the previous one has reached that task. "
         "Keep state where it is used (one for each stage), or sum it over the microbatches and use it after the loop."
     )
 
 
-def _task(position: int, stages: int) -> str:
-    return f"{'forward' if position < stages else 'backward'} of stage {stage_of(position, stages)}"
+def _text(task: TaskId) -> str:
+    return f"{'forward' if task.kind == 'F' else 'backward'} of stage {task.stage}"

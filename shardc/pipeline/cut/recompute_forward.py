@@ -16,7 +16,8 @@ from shardc import compat
 from shardc.compat import Atom, Eqn, Var
 from shardc.ir.walk import with_atoms
 from shardc.passes.trace.canonicalize import with_own_bodies
-from shardc.pipeline.cut.cut_loop import PlacedBody, backward_position, forward_position
+from shardc.pipeline.cut.cut_loop import PlacedBody
+from shardc.pipeline.schedule.action import TaskId
 
 
 def recompute_forward(body: PlacedBody, stages: Collection[int]) -> PlacedBody:
@@ -27,8 +28,8 @@ def recompute_forward(body: PlacedBody, stages: Collection[int]) -> PlacedBody:
     return body
 
 
-def _repeated(body: PlacedBody, stage: int) -> tuple[tuple[int, Eqn], ...]:
-    ahead, back = forward_position(stage), backward_position(stage, body.stages)
+def _repeated(body: PlacedBody, stage: int) -> tuple[tuple[TaskId, Eqn], ...]:
+    ahead, back = TaskId(stage, "F"), TaskId(stage, "B")
     made = {v: i for i, (p, e) in enumerate(body.eqns) if p == ahead for v in e.outvars}
     own = {v for p, e in body.eqns if p == back for v in e.outvars}
     wanted = {v for p, e in body.eqns if p == back for v in compat.variables(e.invars) if v in made and v not in own}
@@ -40,7 +41,7 @@ def _repeated(body: PlacedBody, stage: int) -> tuple[tuple[int, Eqn], ...]:
             repeated.add(i)
             pending += [v for v in compat.variables(body.eqns[i][1].invars) if v in made]
     names: dict[Var, Atom] = {}
-    found: list[tuple[int, Eqn]] = []
+    found: list[tuple[TaskId, Eqn]] = []
     begun = False
     for p, eqn in body.eqns:
         if p == back and not begun:

@@ -19,43 +19,43 @@ from shardc.ir.loop import Loop
 from shardc.ir.nested import REMAT, bodies_of
 from shardc.ir.walk import reads_of, with_atoms
 from shardc.passes.trace.canonicalize import with_own_bodies
-from shardc.pipeline.cut.cut_loop import PlacedBody, backward_position, stage_of, weight_position
+from shardc.pipeline.cut.cut_loop import PlacedBody
+from shardc.pipeline.schedule.action import TaskId
 
 
 def split_backward(body: PlacedBody) -> PlacedBody:
-    """The body with the weight gradients of every stage at positions of their own."""
+    """The body with the weight gradients of every stage in a task of their own."""
     if not body.backward and body.stages > 1:
         return body
-    n = body.stages
     made = {v: p for p, e in body.eqns for v in e.outvars}
     awaited: set[Var] = set()
     for p, eqn in body.eqns:
-        awaited |= {v for v in compat.variables(eqn.invars) if v in made and stage_of(made[v], n) != stage_of(p, n)}
+        awaited |= {v for v in compat.variables(eqn.invars) if v in made and made[v].stage != p.stage}
     awaited |= {c.after for c in body.carries if c.state}  # the next microbatch does not wait for weight gradients
     results = [v for v in (*(c.after for c in body.carries), *(y for y, _ in body.ys)) if not compat.is_literal(v)]
-    found: list[tuple[int, Eqn]] = []
-    done: set[int] = set()
+    found: list[tuple[TaskId, Eqn]] = []
+    done: set[TaskId] = set()
     for p, eqn in body.eqns:
-        if not n <= p < 2 * n:
+        if p.kind != "B":
             found.append((p, eqn))
         elif p not in done:
             done.add(p)
             first, second = part([e for q, e in body.eqns if q == p], awaited, results)
             found += [(p, e) for e in first]
-            found += [(weight_position(stage_of(p, n), n), e) for e in second]
-    found = _in_order(found, n)
+            found += [(replace(p, kind="W"), e) for e in second]
+    found = _in_order(found)
     where = {v: p for p, e in found for v in e.outvars}
-    carries = tuple(replace(c, position=where.get(c.after, c.position)) for c in body.carries)
+    carries = tuple(replace(c, task=where.get(c.after, c.task)) for c in body.carries)
     ys = tuple((y, p if compat.is_literal(y) else where.get(y, p)) for y, p in body.ys)
     return replace(body, eqns=tuple(found), carries=carries, ys=ys)
 
 
-def _in_order(placed: Sequence[tuple[int, Eqn]], stages: int) -> list[tuple[int, Eqn]]:
-    """The equations in the order in which a microbatch passes them, weight gradients of the last stages first."""
+def _in_order(placed: Sequence[tuple[TaskId, Eqn]]) -> list[tuple[TaskId, Eqn]]:
+    """The equations in the order in which a microbatch passes them, each W directly behind its B."""
 
-    def key(item: tuple[int, Eqn]) -> tuple[int, int]:
+    def key(item: tuple[TaskId, Eqn]) -> tuple[TaskId, bool]:
         p = item[0]
-        return (backward_position(stage_of(p, stages), stages), 1) if p >= 2 * stages else (p, 0)
+        return (replace(p, kind="B"), True) if p.kind == "W" else (p, False)
 
     return sorted(placed, key=key)
 

@@ -12,8 +12,8 @@ stages, and the *stash* of an earlier task of the same microbatch.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -28,6 +28,7 @@ from shardc.ir.transfer import receive_p, send_p, transfer_number
 from shardc.ir.walk import local_bytes, reads_of, with_atoms
 from shardc.pipeline.cut.advance_sums import advance_sums
 from shardc.pipeline.cut.cut_stages import StageProgram
+from shardc.pipeline.schedule.action import TaskId
 from shardc.plan.plan import PlacedProgram, SpmdPlan
 from shardc.sbp.placement import REPLICATED, Placement, S
 
@@ -40,7 +41,7 @@ class StageTask:
     """One task of a stage, with the sources and targets of its values.
 
     Attributes:
-      position: the position of a task of the loop; -1 for `load`; the level, counted from 0, of an update.
+      id: its identity.
       plan: the program on the stage's mesh; None if there is nothing to compute.
       inputs, outputs: the variable of each input and output of the program.
       received: numbers and variables of the crossings whose values arrive at this task.
@@ -48,7 +49,7 @@ class StageTask:
       kept: for each resident that it replaces or makes, the output that is its new value.
     """
 
-    position: int
+    id: TaskId
     plan: PlacedProgram | None
     inputs: tuple[Var, ...]
     outputs: tuple[Var, ...]
@@ -62,19 +63,17 @@ class StageTasks:
     """The tasks of a stage.
 
     Attributes:
-      load: the task before the loop; it also makes the first values of sums.
-      loop: the tasks of the loop, by position.
-      updates: the tasks after the loop, by level.
-      stash: by (from position, to position), the variables that one task keeps for the other.
+      all: the tasks in order: `load`, which also makes the first values of sums; those of the loop; the updates.
+      stash: by (giver, taker), the variables that one task keeps for the other.
       arguments, results: the residents that are the stage's inputs, and those that are its results.
+      placements: the placement of every value.
     """
 
-    load: StageTask
-    loop: Mapping[int, StageTask]
-    updates: Mapping[int, StageTask]
-    stash: Mapping[tuple[int, int], tuple[Var, ...]]
+    all: Mapping[TaskId, StageTask]
+    stash: Mapping[tuple[TaskId, TaskId], tuple[Var, ...]]
     arguments: tuple[Var, ...]
     results: tuple[Atom, ...]
+    placements: Mapping[Var, Placement]
 
 
 def split_tasks(stage: StageProgram, plan: SpmdPlan, shared: Collection[int] = ()) -> StageTasks:
@@ -87,30 +86,15 @@ def split_tasks(stage: StageProgram, plan: SpmdPlan, shared: Collection[int] = (
     return _TaskSplitter(stage, plan, shared).run()
 
 
-@dataclass(frozen=True)
-class _Ends:
-    """The values that a task exchanges, as in `StageTask`.
-
-    Attributes:
-      received, sent, kept: as in `StageTask`.
-      ties: for outputs that reuse a resident's buffer, the resident.
-    """
-
-    received: Sequence[tuple[int, Var]] = ()
-    sent: Sequence[tuple[int, Var]] = ()
-    kept: Sequence[tuple[Var, Var]] = ()
-    ties: Mapping[Var, Var] = field(default_factory=dict[Var, Var])
-
-
 @dataclass
-class _LoopPart:
-    """The equations and exchanged values of one task of the loop, while they are collected.
+class _Part:
+    """The equations and exchanged values of one task, while they are collected.
 
     Attributes:
       eqns: its equations, without receives.
       received, sent, kept: as in `StageTask`.
       outputs: the values that others read, in order.
-      puts: equations that write rows of stacked results.
+      ties: for outputs that reuse a resident's buffer, the resident.
     """
 
     eqns: list[Eqn] = field(default_factory=list[Eqn])
@@ -118,7 +102,7 @@ class _LoopPart:
     sent: list[tuple[int, Var]] = field(default_factory=list[tuple[int, Var]])
     kept: list[tuple[Var, Var]] = field(default_factory=list[tuple[Var, Var]])
     outputs: dict[Atom, None] = field(default_factory=dict[Atom, None])
-    puts: list[Eqn] = field(default_factory=list[Eqn])
+    ties: dict[Var, Var] = field(default_factory=dict[Var, Var])
 
 
 class _TaskSplitter:
@@ -132,48 +116,49 @@ class _TaskSplitter:
         self.at = found[0] if found else 0
 
     def run(self) -> StageTasks:
-        loop, stash = ({}, {}) if self.loop is None else self._loop(self.loop)
-        load = self._load()
-        updates = self._updates()
-        return StageTasks(load, loop, updates, stash, tuple(self.arguments), tuple(self.jaxpr.outvars))
+        loop, stash = ([], {}) if self.loop is None else self._loop(self.loop)
+        tasks = [self._load(), *loop, *self._updates()]
+        arguments, results = tuple(self.arguments), tuple(self.jaxpr.outvars)
+        return StageTasks({t.id: t for t in tasks}, stash, arguments, results, self.placements)
 
-    def _task(self, name: str, position: int, eqns: Sequence[Eqn], outputs: Iterable[Atom], ends: _Ends) -> StageTask:
-        """The task of these equations. Its inputs are the values that they read and do not make."""
+    def _task(self, id: TaskId, part: _Part) -> StageTask:
+        """The task of a part. Its inputs are the values that its equations read and do not make."""
+        eqns, ties, name = part.eqns, part.ties, id.word
         made = {v for e in eqns for v in e.outvars}
         read = dict.fromkeys(a for e in eqns for a in e.invars if not compat.is_literal(a) and a not in made)
-        outs = list(dict.fromkeys(v for v in outputs if not compat.is_literal(v) and v in made))
+        outs = [v for v in part.outputs if not compat.is_literal(v) and v in made]
         inputs = list(read)
-        received, sent, kept = tuple(ends.received), tuple(ends.sent), tuple(ends.kept)
+        received, sent, kept = tuple(part.received), tuple(part.sent), tuple(part.kept)
         if not eqns:
-            return StageTask(position, None, (), (), received, sent, kept)
+            return StageTask(id, None, (), (), received, sent, kept)
         jaxpr = compat.new_jaxpr(inputs, outs, eqns, self.jaxpr)
         program = Program(
             f"{self.stage.program.name}.{name}", jaxpr, tuple(f"{name}/in/{i}" for i in range(len(inputs))),
             tuple(f"{name}/out/{i}" for i in range(len(outs))), (), None, None,
         )  # fmt: skip
         numbers = {v: i for i, v in enumerate(inputs)}
-        taken = [numbers.get(ends.ties[v]) if v in ends.ties else None for v in outs]
+        taken = [numbers.get(ties[v]) if v in ties else None for v in outs]
         plan = PlacedProgram(
             program, self.mesh, Boxed(jaxpr, self.placements), tuple(self.placements[v] for v in inputs),
             tuple(self.placements[v] for v in outs), tuple(taken),
         )  # fmt: skip
-        return StageTask(position, plan, tuple(inputs), tuple(outs), received, sent, kept)
+        return StageTask(id, plan, tuple(inputs), tuple(outs), received, sent, kept)
 
     # -- the loop
 
-    def _loop(self, loop: Loop) -> tuple[dict[int, StageTask], dict[tuple[int, int], tuple[Var, ...]]]:
+    def _loop(self, loop: Loop) -> tuple[list[StageTask], dict[tuple[TaskId, TaskId], tuple[Var, ...]]]:
         made, parts = self._parts(loop.eqns)
         stash = self._exchanged(made, parts)
-        self._keep(loop, made, parts)
-        return {p: self._loop_task(loop, p, parts[p]) for p in parts}, stash
+        puts = self._keep(loop, made, parts)
+        return [self._loop_task(loop, p, part, puts.get(p, ())) for p, part in parts.items()], stash
 
-    def _parts(self, eqns: Sequence[Eqn]) -> tuple[dict[Var, int], dict[int, _LoopPart]]:
-        """The position that makes each value, and the equations and receives of each position, in order."""
-        made: dict[Var, int] = {}
-        parts: dict[int, _LoopPart] = {}
-        for eqn, positions in zip(eqns, self._positions(eqns), strict=True):
-            for p in positions:
-                part = parts.setdefault(p, _LoopPart())
+    def _parts(self, eqns: Sequence[Eqn]) -> tuple[dict[Var, TaskId], dict[TaskId, _Part]]:
+        """The task that makes each value, and the equations and receives of each task, in order."""
+        made: dict[Var, TaskId] = {}
+        parts: dict[TaskId, _Part] = {}
+        for eqn, tasks in zip(eqns, self._tasks(eqns), strict=True):
+            for p in tasks:
+                part = parts.setdefault(p, _Part())
                 if eqn.primitive is receive_p:
                     part.received.append((transfer_number(eqn), eqn.outvars[0]))
                 else:
@@ -183,10 +168,10 @@ class _TaskSplitter:
         return made, {p: parts[p] for p in sorted(parts)}
 
     def _exchanged(
-        self, made: Mapping[Var, int], parts: Mapping[int, _LoopPart]
-    ) -> dict[tuple[int, int], tuple[Var, ...]]:
+        self, made: Mapping[Var, TaskId], parts: Mapping[TaskId, _Part]
+    ) -> dict[tuple[TaskId, TaskId], tuple[Var, ...]]:
         """The stash between tasks. Adds the values that tasks send or keep for others to their outputs."""
-        stash: dict[tuple[int, int], dict[Var, None]] = {}
+        stash: dict[tuple[TaskId, TaskId], dict[Var, None]] = {}
         for p, part in parts.items():
             own = {v for e in part.eqns for v in e.outvars}
             for eqn in part.eqns:
@@ -200,69 +185,71 @@ class _TaskSplitter:
                     part.outputs[value] = None
         return {k: tuple(v) for k, v in stash.items()}
 
-    def _keep(self, loop: Loop, made: Mapping[Var, int], parts: Mapping[int, _LoopPart]) -> None:
-        """Add the new values of sums and stacked results to the tasks that make them."""
+    def _keep(self, loop: Loop, made: Mapping[Var, TaskId], parts: Mapping[TaskId, _Part]) -> dict[TaskId, list[Eqn]]:
+        """Add the new values of sums and stacked results to the tasks that make them. Returns the equations that write
+        rows of stacked results."""
+        puts: dict[TaskId, list[Eqn]] = {}
         for c in loop.carries:
             part = parts[made[c.after]]
             part.kept.append((c.end, c.after))
             part.outputs[c.after] = None
         for buffer, y in loop.stacks.items():
-            part = parts[min(parts) if compat.is_literal(y) or y not in made else made[y]]
+            p = min(parts) if compat.is_literal(y) or y not in made else made[y]
             eqns, after = self._put(y, buffer)
-            part.puts += eqns
-            part.kept.append((buffer, after))
-            part.outputs[after] = None
+            puts.setdefault(p, []).extend(eqns)
+            parts[p].kept.append((buffer, after))
+            parts[p].outputs[after] = None
+        return puts
 
-    def _loop_task(self, loop: Loop, position: int, part: _LoopPart) -> StageTask:
+    def _loop_task(self, loop: Loop, id: TaskId, part: _Part, puts: Sequence[Eqn]) -> StageTask:
         names: dict[Var, Atom] = {**loop.consts, **{c.before: c.end for c in loop.carries}}
-        eqns = [e for e in part.eqns if e.primitive is not send_p] + part.puts
+        eqns = [*(e for e in part.eqns if e.primitive is not send_p), *puts]
         read = {a for e in eqns for a in compat.variables(e.invars)}
         takes = [e for v, stack in loop.rows.items() if v in read for e in self._take(v, stack)]
         ties = {after: total for total, after in part.kept}
         eqns = advance_sums(takes + [with_atoms(e, names) for e in eqns], set(ties))
-        ends = _Ends(part.received, part.sent, part.kept, ties)
-        return self._task(f"task{position}", position, eqns, part.outputs, ends)
+        return self._task(id, replace(part, eqns=eqns, ties=ties))
 
-    def _made_at(self, eqns: Sequence[Eqn]) -> dict[Var, int]:
-        """The position that makes each value; for a boxing the position of its operand."""
-        made: dict[Var, int] = {}
+    def _made_at(self, eqns: Sequence[Eqn]) -> dict[Var, TaskId]:
+        """The task that makes each value; for a boxing the task of its operand."""
+        made: dict[Var, TaskId] = {}
         for eqn in eqns:
-            p = self.stage.position.get(eqn.outvars[0], None) if eqn.outvars else None
+            p = self.stage.tasks.get(eqn.outvars[0]) if eqn.outvars else None
             if p is None:
                 p = next((made[a] for a in eqn.invars if not compat.is_literal(a) and a in made), None)
             if p is not None:
                 made |= dict.fromkeys(eqn.outvars, p)
         return made
 
-    def _positions(self, eqns: Sequence[Eqn]) -> list[list[int]]:
-        """The positions of each equation of the boxed body. A boxing of a value that is available everywhere may have
+    def _tasks(self, eqns: Sequence[Eqn]) -> list[list[TaskId]]:
+        """The tasks of each equation of the boxed body. A boxing of a value that is available everywhere may have
         several."""
-        readers: dict[Var, set[int]] = {}
-        found: list[list[int]] = []
+        readers: dict[Var, set[TaskId]] = {}
+        found: list[list[TaskId]] = []
         made = self._made_at(eqns)
         for eqn in reversed(eqns):
             at = made.get(eqn.outvars[0]) if eqn.outvars else self._effect(eqn, made)
-            read = readers.get(eqn.outvars[0], set()) if eqn.primitive is box_p else set[int]()
+            read = readers.get(eqn.outvars[0], set()) if eqn.primitive is box_p else set[TaskId]()
             if eqn.primitive is not box_p:
                 assert at is not None, eqn
-                positions = [at]
+                tasks = [at]
             elif not read:
-                positions = [at if at is not None else min(made.values())]
+                tasks = [at if at is not None else min(made.values())]
             elif at is None:
-                positions = sorted(read)
+                tasks = sorted(read)
             elif self._bytes(eqn.outvars[0]) < self._bytes(eqn.invars[0]):
-                positions = [at]
+                tasks = [at]
             else:
-                positions = [min(read)]
+                tasks = [min(read)]
             for a in eqn.invars:
                 if not compat.is_literal(a):
-                    readers.setdefault(a, set()).update(positions)
-            found.append(positions)
+                    readers.setdefault(a, set()).update(tasks)
+            found.append(tasks)
         found.reverse()
         return found
 
-    def _effect(self, eqn: Eqn, made: Mapping[Var, int]) -> int:
-        """The position of an equation without results, such as a print: the last one of its operands."""
+    def _effect(self, eqn: Eqn, made: Mapping[Var, TaskId]) -> TaskId:
+        """The task of an equation without results, such as a print: the last one of its operands."""
         known = [made[a] for a in eqn.invars if not compat.is_literal(a) and a in made]
         return max(known, default=min(made.values()))
 
@@ -319,7 +306,9 @@ class _TaskSplitter:
             read = (*loop.consts.values(), *loop.rows.values(), *self.jaxpr.outvars)
             kept += [(a, a) for a in read if not compat.is_literal(a) and a in made]
             kept = list(dict.fromkeys(kept))
-        return self._task("load", -1, eqns, [v for _, v in kept], _Ends(kept=kept))
+        return self._task(
+            TaskId(self.stage.stage, "load"), _Part(eqns, kept=kept, outputs=dict.fromkeys(v for _, v in kept))
+        )
 
     def _after(self) -> list[Eqn]:
         scan = None if self.loop is None else self.loop.eqn
@@ -331,7 +320,9 @@ class _TaskSplitter:
         level: dict[Var, int] = {}
         for eqn in eqns:
             at = max((level.get(a, 0) for a in eqn.invars if not compat.is_literal(a)), default=0)
-            level |= dict.fromkeys(eqn.outvars, self.stage.level[eqn.outvars[0]] if eqn.primitive is receive_p else at)
+            level |= dict.fromkeys(
+                eqn.outvars, self.stage.tasks[eqn.outvars[0]].level if eqn.primitive is receive_p else at
+            )
         readers: dict[Var, int] = {}
         found: list[tuple[Eqn, int]] = []
         for eqn in reversed(eqns):
@@ -345,7 +336,7 @@ class _TaskSplitter:
             found.append((eqn, at))
         return found[::-1]
 
-    def _updates(self) -> dict[int, StageTask]:
+    def _updates(self) -> list[StageTask]:
         """The tasks after the loop: a new one begins wherever the stage has to wait for a message of another stage."""
         received: dict[int, list[tuple[int, Var]]] = {}
         parts: dict[int, list[Eqn]] = {}
@@ -366,7 +357,7 @@ class _TaskSplitter:
         }
         sent_too = {e.invars[0] for eqns in parts.values() for e in eqns if e.primitive is send_p}
         spare = [v for v in (self.loop.results if self.loop else ()) if v not in results | sent_too]
-        tasks: dict[int, StageTask] = {}
+        tasks: list[StageTask] = []
         for at in sorted(set(parts) | set(received)):
             eqns = [e for e in parts.get(at, ()) if e.primitive is not send_p]
             made = {v for e in eqns for v in e.outvars}
@@ -376,8 +367,9 @@ class _TaskSplitter:
                 out: a for out, a in ties.items() if out in made and last_read.get(a, 0) <= at and a not in results
             }  # fmt: skip
             mine |= self._reused([v for v in order if v not in mine], [v for v in spare if last_read.get(v) == at])
-            ends = _Ends(received.get(at, ()), sent, [(v, v) for v in order], mine)
-            tasks[at] = self._task(f"update{at or ''}", at, eqns, [*order, *(v for _, v in sent)], ends)
+            outputs = dict.fromkeys([*order, *(v for _, v in sent)])
+            part = _Part(eqns, received.get(at, []), sent, [(v, v) for v in order], outputs, mine)
+            tasks.append(self._task(TaskId(self.stage.stage, "update", at), part))
         return tasks
 
     def _reused(self, outputs: Sequence[Var], spare: Sequence[Var]) -> dict[Var, Var]:
@@ -393,7 +385,7 @@ class _TaskSplitter:
 
 
 def _is_loop(eqn: Eqn, stage: StageProgram) -> bool:
-    return any(v in stage.position for e in bodies_of(eqn)[0].eqns for v in e.outvars)
+    return any(v in stage.tasks for e in bodies_of(eqn)[0].eqns for v in e.outvars)
 
 
 def _shifted(placement: Placement) -> Placement:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from os import PathLike
@@ -229,11 +228,9 @@ def programs_of(plan: PlanView) -> list[PlacedRows]:
     """The programs of a plan: itself, or the tasks of its stages."""
     if not isinstance(plan, MpmdPlan):
         return [((), program_rows(plan).rows, 1)]
-    tasks = plan.built.tasks.values()
-    runs = Counter(id(task.plan) for _, task in tasks)
-    plans = {id(task.plan): (number, task.plan) for number, task in tasks}
+    times, tasks = plan.cut.loop.length, sorted(plan.built.tasks.values(), key=lambda task: task.id.stage)
     return [
-        ((f"stage {number}",), program_rows(placed).rows, runs[key])
-        for key, (number, placed) in sorted(plans.items(), key=lambda item: item[1][0])
-        if placed is not None
+        ((f"stage {task.id.stage}",), program_rows(task.plan).rows, times if task.id.in_loop else 1)
+        for task in tasks
+        if task.plan is not None
     ]

@@ -1,4 +1,4 @@
-"""Each equation of a microbatch gets the position of its task: F of stage s at s, B at 2P-1-s."""
+"""Each equation of a microbatch gets its task: F or B of a stage."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import shardc
 from shardc.errors import PipelineError
 from shardc.passes.trace.trace import Arguments, trace
-from shardc.pipeline.cut.cut_loop import backward_position, find_loop, forward_position, place_body, stage_of
+from shardc.pipeline.cut.cut_loop import find_loop, place_body
 from shardc.sbp import rules
 
 assert rules  # imported for what it registers
@@ -35,26 +35,21 @@ def placed(fn, stages=2):
 
 def test_a_forward_pass():
     body = placed(loss)
-    assert [(p, e.primitive.name) for p, e in body.eqns if e.primitive.name in ("dot_general", "sin")] == [
-        (0, "dot_general"), (0, "sin"), (1, "dot_general"),
+    assert [(str(p), e.primitive.name) for p, e in body.eqns if e.primitive.name in ("dot_general", "sin")] == [
+        ("0F", "dot_general"), ("0F", "sin"), ("1F", "dot_general"),
     ]  # fmt: skip
-    assert not body.backward and [c.position for c in body.carries] == [1]
+    assert not body.backward and [str(c.task) for c in body.carries] == ["1F"]
 
 
 def test_a_gradient_of_a_fused_last_stage():
     body = placed(jax.grad(loss))
     assert body.backward and body.fused
-    found = [(p, e.primitive.name) for p, e in body.eqns if e.primitive.name in ("dot_general", "sin", "cos")]
+    found = [(str(p), e.primitive.name) for p, e in body.eqns if e.primitive.name in ("dot_general", "sin", "cos")]
     assert found == [
-        (0, "dot_general"), (0, "sin"), (3, "cos"), (2, "dot_general"), (2, "dot_general"), (3, "dot_general"),
-    ], "F of stage 0; its B is at 3; F and B of stage 1 are one task"  # fmt: skip
-    assert sorted(c.position for c in body.carries) == [2, 3]
-
-
-def test_positions_are_those_of_stages():
-    for stages in (1, 2, 5):
-        for s in range(stages):
-            assert stage_of(forward_position(s), stages) == stage_of(backward_position(s, stages), stages) == s
+        ("0F", "dot_general"), ("0F", "sin"), ("0B", "cos"), ("1B", "dot_general"), ("1B", "dot_general"),
+        ("0B", "dot_general"),
+    ], "F and B of stage 1 are one task"  # fmt: skip
+    assert sorted(str(c.task) for c in body.carries) == ["0B", "1B"]
 
 
 def test_too_few_boundaries():

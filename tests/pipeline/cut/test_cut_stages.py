@@ -36,7 +36,7 @@ def chain(params, x):
 
 
 def ends(crossings):
-    return sorted((c.source, c.target, c.aval.str_short()) for c in crossings)
+    return sorted((c.sent.stage, c.received.stage, c.aval.str_short()) for c in crossings)
 
 
 WEIGHTS = [np.ones((4, 4), np.float32)] * 3
@@ -55,8 +55,8 @@ def test_a_chain_sends_activations_on_and_gradients_back():
 def test_a_global_norm_is_one_number_from_each_stage():
     clipped = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1))
     _, found = cut(make_step(chain, clipped), WEIGHTS, clipped.init(WEIGHTS), ROWS, stages=3)
-    after = [c for c in found.crossings if not c.in_loop]
-    assert ends(c for c in after if c.target == 0) == [(1, 0, "float32[]"), (2, 0, "float32[]")]
+    after = [c for c in found.crossings if not c.sent.in_loop]
+    assert ends(c for c in after if c.received.stage == 0) == [(1, 0, "float32[]"), (2, 0, "float32[]")]
     assert {c.aval.shape for c in after} == {()}, "only scalars cross after the loop"
 
 
@@ -69,7 +69,7 @@ def test_a_shared_weight_is_summed_on_each_stage_and_once_between_them():
     params = {"table": WEIGHTS[0], "w": WEIGHTS[0]}
     sgd = optax.sgd(0.1)
     program, found = cut(make_step(tied, sgd), params, sgd.init(params), ROWS, stages=3)
-    after = [c for c in found.crossings if not c.in_loop]
+    after = [c for c in found.crossings if not c.sent.in_loop]
     assert ends(after) == [(2, 0, "float32[4,4]")], "the partial sum of the last stage"
     assert found.homes[program.in_paths.index("params/table")] == 0
     table = program.in_paths.index("params/table")
@@ -86,8 +86,8 @@ def test_a_skip_goes_straight_to_its_stage_and_a_mask_is_made_there():
 
     sgd = optax.sgd(0.1)
     _, found = cut(make_step(skips, sgd), WEIGHTS, sgd.init(WEIGHTS), ROWS, stages=3)
-    assert (0, 2) in {(c.source, c.target) for c in found.crossings}
-    assert (2, 0) in {(c.source, c.target) for c in found.crossings}, "and its gradient straight back"
+    assert (0, 2) in {(c.sent.stage, c.received.stage) for c in found.crossings}
+    assert (2, 0) in {(c.sent.stage, c.received.stage) for c in found.crossings}, "and its gradient straight back"
     assert {c.aval.shape for c in found.crossings} == {(2, 4)}, "no mask crosses"
 
 

@@ -270,15 +270,20 @@ def added(plan):
     """Time of a call by what cuts are found by: the equations' seconds, which add up."""
 
     def cost(label):
-        found = plan.built.tasks.get(label)
-        task = None if found is None else found[1].plan
-        return 0.0 if task is None else max(task.added_seconds, TOPOLOGIES["cpu"].dispatch)
+        task = plan.built.task(label)
+        if task is None or task.plan is None:
+            return 0.0
+        return max(task.plan.added_seconds, TOPOLOGIES["cpu"].dispatch)
 
     return simulate(plan.network, cost, plan.link).makespan
 
 
+def loop_tasks(stage):
+    return [task for task in stage.tasks.all.values() if task.id.in_loop]
+
+
 def slowest(plan):
-    return max(sum(t.plan.seconds for t in s.tasks.loop.values() if t.plan is not None) for s in plan.stages)
+    return max(sum(t.plan.seconds for t in loop_tasks(s) if t.plan is not None) for s in plan.stages)
 
 
 LATER = pytest.mark.sampled(0)

@@ -20,17 +20,6 @@ def test_examples(module):
     assert not result.failed
 
 
-@pytest.mark.parametrize("text", ["2F0", "0B12", "31I7", "4W400"])
-def test_an_action_prints_as_it_parses(text):
-    assert str(Action.parse(text)) == text
-
-
-@pytest.mark.parametrize("text", ["", "F0", "2f0", "2F", "2F-1", "2X0", "2F0 2F1", "2SEND_F0", "9999999F0"])
-def test_what_is_no_action(text):
-    with pytest.raises(ValueError, match=r"is not an action; write <stage><F\|B\|I\|W><microbatch>, such as 2F0\."):
-        Action.parse(text)
-
-
 def test_the_grid():
     schedule = make_schedule("1f1b", 3, 4)
     assert str(schedule) == (
