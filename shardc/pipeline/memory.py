@@ -10,7 +10,7 @@ for the link's sake, as long as the link is as fast as the topology says.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -31,6 +31,7 @@ from shardc.pipeline.schedule.message_lifetimes import earliest_arrivals
 from shardc.pipeline.schedule.simulate import LinkCost, Timeline
 from shardc.pipeline.stage_network import StageNetwork
 from shardc.pipeline.step_values import SentValue, StepValues, step_values
+from shardc.plan.names import ValueName
 from shardc.runtime.actor import Message
 from shardc.sbp.placement import REPLICATED
 
@@ -43,7 +44,7 @@ class SimulatedCall:
 
     Attributes:
       built: the actors, their channels and the values that these carry.
-      programs, tasks, views: of each stage; a view is its mesh.
+      programs, tasks, views, names: of each stage; a view is its mesh, and its values have names.
       homes: the stage on which each argument of the whole program lives.
       timeline: the simulated call, of a network with the registers that the call will have.
       link: as for `simulate`.
@@ -53,6 +54,7 @@ class SimulatedCall:
     programs: Sequence[StageProgram]
     tasks: Sequence[StageTasks]
     views: Sequence[MeshView]
+    names: Sequence[Mapping[Var, ValueName]]
     homes: Sequence[int]
     timeline: Timeline
     link: LinkCost
@@ -90,7 +92,7 @@ class _Account:
 
     def __init__(self, call: SimulatedCall, working: Callable[[StageTask], int]) -> None:
         self.built, self.programs, self.tasks = call.built, call.programs, call.tasks
-        self.views, self.homes = call.views, call.homes
+        self.views, self.names, self.homes = call.views, call.names, call.homes
         self.timeline, self.net = call.timeline, call.timeline.network
         self.values = step_values(call.built, call.tasks)
         self.arrivals = earliest_arrivals(call.timeline)
@@ -112,21 +114,15 @@ class _Account:
             self._sizes[stage, atom] = piece_bytes(atom.aval, placement, mesh.sizes, backend)
         return self._sizes[stage, atom]
 
-    def name(self, stage: int, v: Var) -> str:
-        """Where a value comes from: a path, or a line of code."""
-        program, tasks = self.programs[stage], self.tasks[stage]
-        if v in tasks.arguments:
-            return program.program.in_paths[tasks.arguments.index(v)]
-        if v in self.results[stage]:
-            return program.program.out_paths[tasks.results.index(v)] or "result"
+    def name(self, stage: int, v: Var) -> ValueName:
+        """The name of a value; of one that another stage sends that which it has there."""
+        program, tasks = self.programs[stage].program, self.tasks[stage]
+        if v in self.results[stage] and v not in tasks.arguments:
+            return ValueName("result", program.out_paths[tasks.results.index(v)], self.names[stage][v].line)
         for route in self.built.channel_values:
             if route is not None and route.target == stage != route.source and v in route.taken:
                 return self.name(route.source, route.given[route.taken.index(v)])
-        return self._lines.get((stage, v), "")
-
-    @cached_property
-    def _lines(self) -> dict[tuple[int, Var], str]:
-        return _lines(self.tasks)
+        return self.names[stage][v]
 
 
 class _Buffer:
@@ -334,8 +330,9 @@ class _Rank:
             if since <= at < until:
                 found.setdefault((kind, buffer.stage, buffer.var), []).append(buffer.bytes)
         rows = [
-            Holding(kind, stage, self.account.name(stage, v), short_aval(v.aval), sum(sizes), len(sizes))
+            Holding(kind, stage, str(name), name.line, short_aval(v.aval), sum(sizes), len(sizes))
             for (kind, stage, v), sizes in found.items()
+            for name in [self.account.name(stage, v)]
         ]
         return tuple(sorted(rows, key=lambda h: -h.bytes))
 
@@ -352,16 +349,3 @@ def _moved(timeline: Timeline, link: LinkCost) -> dict[Message, float]:
                 target = net.channels[message[0]].target
                 free[target] = moved[message] = max(end, free.get(target, 0.0)) + seconds[message[0]]
     return moved
-
-
-def _lines(tasks: Sequence[StageTasks]) -> dict[tuple[int, Var], str]:
-    """The source line of each value of each stage; for a sum, the line of what is added to it."""
-    found: dict[tuple[int, Var], str] = {}
-    for stage, t in enumerate(tasks):
-        for task in (t.load, *t.loop.values(), *t.updates.values()):
-            for eqn in () if task.plan is None else task.plan.boxed.jaxpr.eqns:
-                behind = (found.get((stage, a), "") for a in reversed(eqn.invars) if not compat.is_literal(a))
-                line = compat.source_line(eqn) or next(filter(None, behind), "")
-                found |= {(stage, v): line for v in eqn.outvars}
-            found |= {(stage, resident): found[stage, v] for resident, v in task.kept if (stage, v) in found}
-    return found

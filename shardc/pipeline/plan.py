@@ -243,8 +243,9 @@ class MpmdPlan:
 
     def memory_with(self, working: Callable[[StageTask], int] | None) -> PipelineMemory:
         """The same, with `working` bytes of temporaries inside each task; None: as the planner estimates them."""
-        programs, tasks, meshes = zip(*((s.program, s.tasks, s.mesh) for s in self.stages), strict=True)
-        call = SimulatedCall(self.built, programs, tasks, meshes, self.homes, self.simulate(), self.link)
+        each = ((s.program, s.tasks, s.mesh, s.names) for s in self.stages)
+        programs, tasks, meshes, names = zip(*each, strict=True)
+        call = SimulatedCall(self.built, programs, tasks, meshes, names, self.homes, self.simulate(), self.link)
         return pipeline_memory(call, self.capacities, working)
 
     def register_bytes(self, channel: int) -> int:

@@ -233,7 +233,7 @@ def programs_of(plan: PlanView) -> list[PlacedRows]:
     runs = Counter(id(task.plan) for _, task in tasks)
     plans = {id(task.plan): (number, task.plan) for number, task in tasks}
     return [
-        ((f"stage {number}",), program_rows(placed).rows, runs[key])
+        ((f"stage {number}",), program_rows(placed, plan.stages[number].names).rows, runs[key])
         for key, (number, placed) in sorted(plans.items(), key=lambda item: item[1][0])
         if placed is not None
     ]
