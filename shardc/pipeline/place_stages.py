@@ -44,12 +44,9 @@ class Stage:
     @cached_property
     def names(self) -> Mapping[Var, ValueName]:
         """The names of its values; a sum has that of what is added to it last."""
-        found = {**names_of(self.plan.boxed, self.plan.program).values}
-        for task in (*self.tasks.loop.values(), self.tasks.load):
-            for resident, value in task.kept:
-                named = value if value in found else resident
-                found[resident] = found[value] = found[named]
-        return found
+        found, loop = names_of(self.plan.boxed, self.plan.program).values, self.tasks.loop.values()
+        found |= {resident: found[v] for task in loop for resident, v in task.kept if v in found}
+        return {v: found[resident] for task in (*loop, self.tasks.load) for resident, v in task.kept} | found
 
 
 class StagePlacer:

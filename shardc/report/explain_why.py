@@ -33,12 +33,13 @@ LISTED = 20
 """The most further values that are listed."""
 
 
-def why_sections(parts: Sequence[Counterfactual], pattern: str) -> list[Section]:
+def why_sections(parts: Sequence[Counterfactual], pattern: str, titles: Sequence[str] = ()) -> list[Section]:
     """Why values have their placements: who makes and reads them, and what other placements would cost.
 
     Args:
       parts: the problem of each part of the plan. Alternatives are solved for each part alone.
       pattern: the name of a value.
+      titles: of the parts; not given: they are the stages of a pipeline, or the whole program.
 
     Raises:
       ArgumentError: no value of any part has the name.
@@ -47,16 +48,20 @@ def why_sections(parts: Sequence[Counterfactual], pattern: str) -> list[Section]
     matches: dict[int, list[Named]] = {}
     for value in find_values(list(part_of), pattern):
         matches.setdefault(part_of[value], []).append(value)
+    if not titles and len(parts) > 1:
+        titles = list(map(stage_title, range(len(parts))))
     sections: list[Section] = []
     for number, found in matches.items():
-        if len(parts) > 1:
-            about = "time and bytes of its own tasks in one call, without transfers between stages"
-            sections.append(Section(f"Stage {number}: {about}"))
+        sections += [Section(titles[number])] if titles else []
         sections += _explained(parts[number], found, pattern)
         if parts[number].plan.unlimited is not None:
             text = "Memory decided this plan. The alternatives are solved without the limit and may not fit."
             sections.append(Section(text))
     return sections
+
+
+def stage_title(number: int) -> str:
+    return f"Stage {number}: time and bytes of its own tasks in one call, without transfers between stages"
 
 
 def _values(asked: Counterfactual) -> list[Named]:

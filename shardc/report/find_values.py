@@ -121,5 +121,5 @@ def _near(pattern: str, values: Sequence[Named]) -> str:
     if not near:  # a part of a name may be what is misspelt
         tails = {"/".join(n.split("/")[-k:]): n for n in names for k in range(1, word.count("/") + 3)}
         near = [tails[t] for t in difflib.get_close_matches(word, tails, n=3, cutoff=0.7)]
-    some = near or names[:3]
+    some = near or names[:3] or ["none"]
     return f" {'Near are' if near else 'There are'} {', '.join(some)}."
