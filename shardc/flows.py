@@ -19,7 +19,7 @@ from shardc.arrays.gone import refuse_gone
 from shardc.calls.watch import notify_called, notify_made
 from shardc.dataflow.beginning import LateValues
 from shardc.dataflow.chart import flow_chart
-from shardc.dataflow.explain import flow_sections
+from shardc.dataflow.explain import flow_sections, flow_why_sections
 from shardc.dataflow.host import Host, checked_host
 from shardc.dataflow.page import flow_page
 from shardc.dataflow.plan import PlannedFlow
@@ -44,9 +44,17 @@ from shardc.report.tables import WIDTH, report_text
 class FlowPlan(PlannedFlow):
     """The plan of a flow: its nodes, what moves between them, and what a round takes. Needs no devices."""
 
-    def explain(self, *, width: int | None = None) -> str:
-        """A report: nodes, what is handed over with its bytes and registers, time and memory; folded to a width."""
-        return report_text(flow_sections(self), width)
+    def explain(self, why: str | None = None, *, width: int | None = None) -> str:
+        """A report: nodes, what is handed over with its bytes and registers, time and memory.
+
+        Args:
+          why: asks for one value of the functions, as `explain(why=)` of their own plans does.
+          width: folds to so many characters.
+
+        Raises:
+          ArgumentError: `why` is the name of nothing.
+        """
+        return report_text(flow_sections(self) if why is None else flow_why_sections(self, why), width)
 
     def timeline(self, width: int = WIDTH, *, rounds: int = 8, seconds: Mapping[str, Any] | None = None) -> str:
         """Some simulated rounds as text: a row for each actor, `width` characters to a line.

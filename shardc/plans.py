@@ -96,11 +96,12 @@ class PlanFace:
 
         Args:
           why: asks for one value: why it lies where it does, who makes and reads it with which boxings between, and
-            what the whole plan would cost if it lay elsewhere. Named by the path of an argument or result
-            (`params/blocks_0/attn/q/kernel`, `result 1`), by the scopes (flax modules, `jax.named_scope`) and the
+            what the whole plan would cost if it lay elsewhere. Any name that a report or an error prints is understood:
+            the path of an argument or result (`params/blocks_0/attn/q/kernel`, `result 1`); the modules and the
             primitive of the operation that makes it (`GPT2/blocks_0/attn/q/dot_general`, in a backward pass with
-            `backward/` in front), the end or a part of such a name, or a line (`model.py:41`); `*` matches any text. A
-            name of several values explains those that move most. The placement is solved again up to three times for
+            `backward/` in front). Modules are flax's and `jax.named_scope`s; without them it is the function's name
+            (`loss/tanh`). The end or a part of such a name is enough, or a line (`model.py:41`); `*` matches any text.
+            A name of several values explains those that move most. The placement is solved again up to three times for
             each of the first three, in a third to a half of the planning time; each stage that has it is solved for
             itself.
           pins: adds what each pin costs against leaving its values AUTO, for each stage. Solves once for each.

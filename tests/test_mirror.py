@@ -81,7 +81,7 @@ COVERED: Final[Mapping[str, str]] = {
     "plan/borders.py": "whole/test_function.py",
     "plan/verify_signatures.py": "passes/trace/test_find_signatures.py",
     "plan/make.py": "passes/place/test_memory_limit.py",
-    "plan/names.py": "plan/test_counterfactual.py",
+    "report/find_values.py": "plan/test_counterfactual.py",
     "plan/saved_*.py": "plan/test_replay.py",
     "report/refused/memory_error.py": "passes/place/test_memory_limit.py",
     "report/refused/forbidden_moves.py": "plan/test_forbid.py",

@@ -80,16 +80,13 @@ def explain_command(source: Source, pins: bool, after: str | None) -> None:
 def why_command(source: Source, name: str) -> None:
     """Print why one value lies where it does, and what the plan would cost if it lay elsewhere.
 
-    NAME is the path of an argument or result (params/w), scopes and primitive of an operation
-    (blocks_0/attn/dot_general), the end or a part of such a name, or a line (model.py:41); * matches any text.
+    NAME is any name that a report prints: the path of an argument or result (params/w), modules and primitive of an
+    operation (blocks_0/attn/dot_general), the end or a part of such a name, or a line (model.py:41); * matches any
+    text.
     """
     width = terminal_width()
 
-    def text(call: FirstCall) -> str:
-        call.of_one_function("why")
-        return call.plan().explain(why=name, width=width)
-
-    click.echo(source.at_first_call(text))
+    click.echo(source.at_first_call(lambda call: call.plan().explain(why=name, width=width)))
 
 
 @click.command("show", cls=ScriptCommand)

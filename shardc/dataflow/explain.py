@@ -9,10 +9,12 @@ from typing import Any, Final, NamedTuple, TypeAlias
 from shardc.dataflow.chart import FlowChart, least, unknown_text
 from shardc.dataflow.host import StackWork
 from shardc.dataflow.network import Edge
-from shardc.dataflow.plan import PlannedFlow
+from shardc.dataflow.plan import PlannedFlow, functions_of
 from shardc.dataflow.round import FlowNode
 from shardc.dataflow.work import LeafPlace
 from shardc.machine.mesh import AnyMesh
+from shardc.plan.counterfactual import Counterfactual
+from shardc.report.explain_why import stage_title, why_sections
 from shardc.report.tables import (
     MOST,
     MeshText,
@@ -37,6 +39,20 @@ def flow_sections(plan: PlannedFlow, chart: FlowChart | None = None) -> list[Sec
     """
     meshes = meshes_of(plan)
     return [_head(plan, chart), _nodes(plan, meshes), _turns(plan), _edges(plan, meshes), _memory(plan)]
+
+
+def flow_why_sections(plan: PlannedFlow, pattern: str) -> list[Section]:
+    """Why values of its functions have their placements, as `why_sections` says it.
+
+    Raises:
+      ArgumentError: no value of any function has the name.
+    """
+    asked, titles = list[Counterfactual](), list[str]()
+    for name, work, _ in functions_of(plan):
+        parts: Sequence[Counterfactual] = work.plan.counterfactuals
+        asked += parts
+        titles += [f"{name}, {stage_title(k)}" if len(parts) > 1 else f"{name}: one call" for k in range(len(parts))]
+    return why_sections(asked, pattern, titles)
 
 
 def meshes_of(plan: PlannedFlow) -> dict[AnyMesh, MeshText]:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any, Final
 
 from shardc import compat
 from shardc.dataflow.chart import FlowChart, unknown_text
 from shardc.dataflow.explain import average_text, flow_sections, how_text, how_to_tell, made_text, meshes_of
-from shardc.dataflow.plan import PlannedFlow
-from shardc.dataflow.round import FlowNode
-from shardc.dataflow.work import FunctionWork
+from shardc.dataflow.plan import PlannedFlow, functions_of
 from shardc.errors import number_text
 from shardc.machine.mesh import AnyMesh, view
 from shardc.report.page.charts import chart_data
@@ -46,15 +43,9 @@ _WORDS: Final = {
 
 def _programs(plan: PlannedFlow) -> list[PlacedRows]:
     """The programs of the functions, each with how often a round calls it."""
-    plans: dict[tuple[str, str], list[FlowNode]] = {}
-    for node in plan.nodes:
-        if isinstance(node.work, FunctionWork):
-            plans.setdefault((node.function, node.work.plan.digest), []).append(node)
-    alone = Counter(function for function, _ in plans)
     return [
-        ((function if alone[function] == 1 else nodes[0].name, *around), rows, times * len(nodes))
-        for (function, _), nodes in plans.items()
-        if isinstance(work := nodes[0].work, FunctionWork)
+        ((function, *around), rows, times * calls)
+        for function, work, calls in functions_of(plan)
         for around, rows, times in programs_of(work.plan)
     ]
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple, TypeAlias
 
 from shardc.dataflow.network import Edge, FlowNetwork, NodeStep
 from shardc.dataflow.round import FlowNode, Round
-from shardc.dataflow.work import seconds_of_call
+from shardc.dataflow.work import FunctionWork, seconds_of_call
 from shardc.errors import FlowError, all_offenders
 from shardc.machine.mesh import AnyMesh, view
 from shardc.pipeline.schedule.simulate import Timeline, seconds_of_rounds, simulate
@@ -205,6 +206,18 @@ class PlannedFlow:
             f"FlowPlan({self.name}: {len(self.nodes)} nodes, {len(self.built.rows)} actors, {self.bytes} bytes a "
             f"round, {'at least ' * bool(self.unknown)}{self.seconds:.3g} s)"
         )
+
+
+def functions_of(plan: PlannedFlow) -> Iterator[tuple[str, FunctionWork, int]]:
+    """The planned functions of a flow, each with its name and the number of its calls; one that has several plans under
+    the names of their first calls."""
+    works = {n: n.work for n in plan.nodes if isinstance(n.work, FunctionWork)}
+    plans: dict[tuple[str, str], list[FlowNode]] = {}
+    for node, work in works.items():
+        plans.setdefault((node.function, work.plan.digest), []).append(node)
+    alone = Counter(function for function, _ in plans)
+    for (function, _), nodes in plans.items():
+        yield function if alone[function] == 1 else nodes[0].name, works[nodes[0]], len(nodes)
 
 
 def _limit(mesh: AnyMesh) -> int | None:

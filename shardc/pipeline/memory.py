@@ -22,7 +22,7 @@ from shardc.ir.walk import short_aval
 from shardc.passes.estimate.backend import backend_of
 from shardc.passes.estimate.memory import estimate_memory
 from shardc.passes.estimate.sizes import piece_bytes
-from shardc.pipeline.cut.split_tasks import StageTask, StageTasks
+from shardc.pipeline.cut.split_tasks import StageTask
 from shardc.pipeline.place_stages import Stage
 from shardc.pipeline.rank_memory import KINDS, Holding, PipelineMemory, RankMemory
 from shardc.pipeline.schedule.action import Action, TaskId
@@ -30,6 +30,7 @@ from shardc.pipeline.schedule.message_lifetimes import earliest_arrivals
 from shardc.pipeline.schedule.simulate import LinkCost, Timeline
 from shardc.pipeline.stage_network import StageNetwork
 from shardc.pipeline.step_values import SentValue, StepValues, step_values
+from shardc.plan.names import ValueName
 from shardc.runtime.actor import Message
 from shardc.sbp.placement import REPLICATED
 
@@ -101,21 +102,16 @@ class SimulatedCall:
             self._sizes[stage, atom] = piece_bytes(atom.aval, placement, mesh.sizes, backend)
         return self._sizes[stage, atom]
 
-    def name(self, stage: int, v: Var) -> str:
-        """Where a value comes from: a path, or a line of code."""
-        program, tasks = self.stages[stage].program, self.stages[stage].tasks
-        if v in tasks.arguments:
-            return program.program.in_paths[tasks.arguments.index(v)]
-        if v in self.results[stage]:
-            return program.program.out_paths[tasks.results.index(v)] or "result"
+    def name(self, stage: int, v: Var) -> ValueName:
+        """The name of a value; of one that another stage sends that which it has there."""
+        here = self.stages[stage]
+        if v in self.results[stage] and v not in here.tasks.arguments:
+            path = here.program.program.out_paths[here.tasks.results.index(v)]
+            return ValueName("result", path, here.names[v].line)
         for route in self.built.channel_values:
             if route is not None and route.target == stage != route.source and v in route.taken:
                 return self.name(route.source, route.given[route.taken.index(v)])
-        return self._lines.get((stage, v), "")
-
-    @cached_property
-    def _lines(self) -> dict[tuple[int, Var], str]:
-        return _lines([s.tasks for s in self.stages])
+        return here.names[v]
 
 
 def working_bytes(task: StageTask) -> int:
@@ -339,8 +335,9 @@ class _Rank:
             if since <= at < until:
                 found.setdefault((kind, buffer.stage, buffer.var), []).append(buffer.bytes)
         rows = [
-            Holding(kind, stage, self.call.name(stage, v), short_aval(v.aval), sum(sizes), len(sizes))
+            Holding(kind, stage, str(name), name.line, short_aval(v.aval), sum(sizes), len(sizes))
             for (kind, stage, v), sizes in found.items()
+            for name in [self.call.name(stage, v)]
         ]
         return tuple(sorted(rows, key=lambda h: -h.bytes))
 
@@ -357,16 +354,3 @@ def _moved(timeline: Timeline, link: LinkCost) -> dict[Message, float]:
                 target = net.channels[message[0]].target
                 free[target] = moved[message] = max(end, free.get(target, 0.0)) + seconds[message[0]]
     return moved
-
-
-def _lines(tasks: Sequence[StageTasks]) -> dict[tuple[int, Var], str]:
-    """The source line of each value of each stage; for a sum, the line of what is added to it."""
-    found: dict[tuple[int, Var], str] = {}
-    for stage, t in enumerate(tasks):
-        for task in t.all.values():
-            for eqn in () if task.plan is None else task.plan.boxed.jaxpr.eqns:
-                behind = (found.get((stage, a), "") for a in reversed(eqn.invars) if not compat.is_literal(a))
-                line = compat.source_line(eqn) or next(filter(None, behind), "")
-                found |= {(stage, v): line for v in eqn.outvars}
-            found |= {(stage, resident): found[stage, v] for resident, v in task.kept if (stage, v) in found}
-    return found

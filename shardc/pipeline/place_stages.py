@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from shardc import compat
-from shardc.compat import Eqn
+from shardc.compat import Eqn, Var
 from shardc.ir.nested import bodies_of, with_bodies
 from shardc.ir.program import Program
 from shardc.ir.transfer import is_transfer, transfer_number
@@ -15,6 +16,7 @@ from shardc.machine.mesh import MeshView
 from shardc.pipeline.cut.cut_stages import Cut, StageProgram
 from shardc.pipeline.cut.split_tasks import StageTasks, split_tasks
 from shardc.plan.make import Placing
+from shardc.plan.names import ValueName, names_of
 from shardc.plan.plan import SpmdPlan
 from shardc.plan.request import Argument, Request
 from shardc.sbp.placement import Pin, Placement
@@ -38,6 +40,14 @@ class Stage:
     plan: SpmdPlan
     tasks: StageTasks
     program: StageProgram
+
+    @cached_property
+    def names(self) -> Mapping[Var, ValueName]:
+        """The names of its values; a sum has that of what is added to it last."""
+        found, tasks = names_of(self.plan.boxed, self.plan.program).values, self.tasks.all.values()
+        found |= {resident: found[v] for task in tasks if task.id.in_loop for resident, v in task.kept if v in found}
+        kept = (pair for task in tasks if task.id.kind != "update" for pair in task.kept)
+        return {v: found[resident] for resident, v in kept} | found
 
 
 class StagePlacer:

@@ -31,7 +31,8 @@ class Holding:
 
     Attributes:
       kind: one of `KINDS`.
-      name: path of an argument or result; else the source line that makes the value.
+      name: as every report prints it.
+      line: of the user's code that makes the value; empty for an argument.
       value: dtype and logical shape of one.
       bytes: of all, per device.
       count: how many: of a value that every microbatch has, the microbatches that are there.
@@ -40,6 +41,7 @@ class Holding:
     kind: str
     stage: int
     name: str
+    line: str
     value: str
     bytes: int
     count: int
@@ -151,9 +153,9 @@ def too_large(memory: PipelineMemory) -> str:
             f"({r.fullness:.2f} times as much): {parts}"
         )
         lines += [
-            f"    {_mib(h.bytes)}  {h.kind}: {h.name or 'made by shardc'} {h.value}{times} (stage {h.stage})"
+            f"    {_mib(h.bytes)}  {h.kind}: {h.name} {h.value}{times} (stage {h.stage}){made}"
             for h in r.holdings[:LARGEST]
-            for times in [f" x {h.count}" if h.count > 1 else ""]
+            for times, made in [(f" x {h.count}" * (h.count > 1), f", made at {h.line}" * bool(h.line))]
         ]
     worst = memory.worst.peak_parts
     fixes: list[str] = []

@@ -1,26 +1,74 @@
-"""The values of a plan by name: arguments and results by their paths, all others by the operation that makes them.
+"""The names of the values of a plan, the same in every report: an argument or result has its path, any other value the
+name of the operation that makes it.
 
-An operation's name is that of the scopes it stands in, which flax makes of its modules and `jax.named_scope` of what a
-user says, and of its primitive: `GPT2/blocks_0/attn/q/dot_general`; that of a backward pass begins with `backward/`.
+An operation is named by its modules and its primitive, `GPT2/blocks_0/attn/q/dot_general`; in a backward pass its name
+begins with `backward/`. Modules are the scopes that flax makes, and those of `jax.named_scope`. The scope that einsum
+makes of its subscripts is none. An operation outside of modules has the name of its function, `step/add`.
 """
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
 
 from shardc import compat
 from shardc.compat import Atom, Eqn, Jaxpr, Var
-from shardc.errors import ArgumentError
 from shardc.ir.box import Boxed, box_p
-from shardc.ir.nested import bodies_of, trips_of
+from shardc.ir.memory_move import is_memory_move
+from shardc.ir.nested import Body, nested_bodies
 from shardc.ir.program import Program
-from shardc.passes.place.problem import Nested, Node, Problem, Scope
-from shardc.passes.trace.pins import matcher
 from shardc.sbp.placement import Placement
+
+_FUNCTION: Final = re.compile(r" \(([^()]*)\)$")
+_EINSUM: Final = re.compile(r"[\w\s.,]*->[\w\s.]*")
+
+
+@dataclass(frozen=True, slots=True)
+class ValueName:
+    """The name of a value, or of an operation.
+
+    Attributes:
+      kind: argument, result, value, a constant; of what reads a value also "the end of" a body.
+      word: the path of an argument or result, else the primitive.
+      line: of the user's code; empty for an argument.
+      scopes: the operation's, as JAX has them.
+      backward: whether it is in a backward pass.
+      is_copy: whether it is a copy of the value, which a boxing or a move between the memories makes.
+    """
+
+    kind: str
+    word: str
+    line: str = ""
+    scopes: tuple[str, ...] = ()
+    backward: bool = False
+    is_copy: bool = False
+
+    def __str__(self) -> str:
+        text = "/".join((*self.modules, self.word)) if self.kind == "value" else f"{self.kind} {self.word}".rstrip()
+        return f"copy of {text}" if self.is_copy else text
+
+    @property
+    def original(self) -> ValueName:
+        """The name of the value, if this is a copy of it."""
+        return replace(self, is_copy=False) if self.is_copy else self
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """The names of its modules, outermost first, after `backward`; without modules that of its function."""
+        names = tuple(name for name in self.scopes if not _EINSUM.fullmatch(name))
+        if not names and (function := _FUNCTION.search(self.line)):
+            names = (function[1],)
+        return (*["backward"] * self.backward, *names)
+
+    @property
+    def spellings(self) -> tuple[str, ...]:
+        """The texts that mean it: the path; or its name, and that with all scopes that JAX has, and these alone."""
+        if self.kind != "value":
+            return (self.word or self.kind,)
+        return str(self), "/".join((*["backward"] * self.backward, *self.scopes, self.word))
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,160 +84,114 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """A value where an operation reads it: its name, or seen from the value the reader's, and the way there."""
+    """A value where an operation, or a result, reads it, and the way there."""
 
-    name: str
-    line: str
+    value: ValueName
+    reader: ValueName
     aval: Any
     at: Placement
     way: tuple[Box, ...]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Named:
-    """A value of a plan.
+class Names:
+    """The names in a boxed program.
 
     Attributes:
-      kind: argument, result or value.
-      name: its path, or the name of the operation that makes it.
-      line: of the user's code; empty for an argument.
-      aval: its type.
-      placement: where it is made; of a result, where it leaves.
-      node, port: where it stands in the placement problem.
-      made_of: the operands of its operation; of a result, the value that leaves.
-      uses: its readers.
+      values: of every variable, those of nested bodies included.
+      operations: of every equation; of one that copies that of the copy.
+      made_of: for each argument, and each value that an operation makes, the operands of that.
+      uses: the readers of each variable, with those of its copies.
+      results: the values that leave; None: a literal.
     """
 
-    kind: str
-    name: str
-    line: str
-    aval: Any
-    placement: Placement
-    node: Node
-    port: int
-    made_of: Sequence[Use]
-    uses: Sequence[Use]
+    values: dict[Var, ValueName] = field(default_factory=dict[Var, ValueName])
+    operations: dict[Eqn, ValueName] = field(default_factory=dict[Eqn, ValueName])
+    made_of: dict[Var, Sequence[Use]] = field(default_factory=dict[Var, Sequence[Use]])
+    uses: dict[Var, list[Use]] = field(default_factory=lambda: defaultdict[Var, list[Use]](list))
+    results: list[Use | None] = field(default_factory=list["Use | None"])
 
 
-@dataclass(frozen=True, slots=True)
-class _Origin:
-    """The content of a variable: whose value, by what boxings, and the lists of uses that its readers go into."""
+def names_of(boxed: Boxed, program: Program, known: Mapping[Var, ValueName] | None = None) -> Names:
+    """The names in a boxed program.
 
-    name: str
-    line: str
-    way: tuple[Box, ...] = ()
-    uses: tuple[list[Use], ...] = ()
+    Args:
+      boxed: with its boxings and moves between the memories.
+      program: has the paths of its arguments and results.
+      known: names that some variables have already, as in a part of a named program.
+    """
+    walk = _Walk(boxed.placements, known or {})
+    for path, var in zip(program.in_paths, boxed.jaxpr.invars, strict=True):
+        walk.define(var, walk.known.get(var) or ValueName("argument", path), ())
+    walk.body(boxed.jaxpr, 1, ValueName("value", ""))
+    readers = [ValueName("result", path) for path in program.out_paths]
+    walk.found.results.extend(map(walk.read, boxed.jaxpr.outvars, readers))
+    return walk.found
 
 
-class _Finder:
-    def __init__(self, boxed: Boxed) -> None:
-        self.placements = boxed.placements
-        self.found: list[Named] = []
-        self._origin: dict[Var, _Origin] = {}
+def copies(eqn: Eqn) -> bool:
+    """Whether its result is a copy of its operand, elsewhere."""
+    return eqn.primitive is box_p or is_memory_move(eqn)
 
-    def define(self, var: Var, origin: _Origin, at: tuple[Node, int], made_of: Sequence[Use] | None = None) -> None:
-        """A value with its name, made at a port of a node; without `made_of` an argument."""
-        uses: list[Use] = []
-        kind = "argument" if made_of is None else "value"
-        named = Named(kind, origin.name, origin.line, var.aval, self.placements[var], *at, made_of or (), uses)
-        self.found.append(named)
-        self._origin[var] = replace(origin, uses=(uses,))
 
-    def read(self, atom: Atom, name: str, line: str) -> Use | None:
-        """Notes a reader of a value. Gives the value as that sees it; None for a literal."""
+class _Walk:
+    """The walk over a program. For each variable so far, `ways` has the boxings from its value to it, and all variables
+    that are read where it is."""
+
+    def __init__(self, placements: Mapping[Var, Placement], known: Mapping[Var, ValueName]) -> None:
+        self.placements, self.known, self.found = placements, known, Names()
+        self.ways: dict[Var, tuple[tuple[Box, ...], tuple[Var, ...]]] = {}
+
+    def name(self, atom: Atom) -> ValueName:
+        return ValueName("a constant", "") if compat.is_literal(atom) else self.found.values[atom]
+
+    def way(self, atom: Atom) -> tuple[tuple[Box, ...], tuple[Var, ...]]:
+        return ((), ()) if compat.is_literal(atom) else self.ways[atom]
+
+    def define(self, var: Var, name: ValueName, made_of: Sequence[Use]) -> None:
+        self.found.values[var], self.found.made_of[var], self.ways[var] = name, made_of, ((), (var,))
+
+    def read(self, atom: Atom, reader: ValueName) -> Use | None:
+        """Notes a reader of a value. None for a literal."""
         if compat.is_literal(atom):
             return None
-        origin, at = self._origin[atom], self.placements[atom]
-        for uses in origin.uses:
-            uses.append(Use(name, line, atom.aval, at, origin.way))
-        return Use(origin.name, origin.line, atom.aval, at, origin.way)
+        way, read = self.ways[atom]
+        use = Use(self.name(atom).original, reader, atom.aval, self.placements[atom], way)
+        for var in read:
+            self.found.uses[var].append(use)
+        return use
 
-    def box(self, eqn: Eqn, times: int) -> None:
-        atom = eqn.invars[0]
-        origin = _Origin("a constant", "") if compat.is_literal(atom) else self._origin[atom]
-        step = Box(eqn.params["src"], eqn.params["dst"], times, eqn.params["shared"])
-        self._origin[eqn.outvars[0]] = replace(origin, way=(*origin.way, step))
-
-    def walk(self, scope: Scope, jaxpr: Jaxpr, times: int, outer: tuple[str, ...], backward: bool) -> None:
-        nodes = iter(scope.nodes)
+    def body(self, jaxpr: Jaxpr, times: int, outer: ValueName) -> None:
         for eqn in jaxpr.eqns:
-            if eqn.primitive is box_p:
-                self.box(eqn, times)
+            if copies(eqn):
+                self.copy(eqn, times)
                 continue
-            node, line = next(nodes), compat.source_line(eqn)
-            scopes, back = compat.scopes_of(eqn)
-            scopes, back = (*outer, *scopes), back or backward
-            name = "/".join((*["backward"] * back, *scopes, eqn.primitive.name))
-            made_of = [u for a in eqn.invars if (u := self.read(a, name, line)) is not None]
-            if isinstance(node, Nested):
-                self.bodies(eqn, node, times, scopes, back, line)
-            for i, var in enumerate(eqn.outvars):
-                at, port = (node.exits[i], -1) if isinstance(node, Nested) else (node, len(node.operands) + i)
-                self.define(var, _Origin(name, line), (at, port), made_of)
+            name = self.found.operations[eqn] = self.operation(eqn, outer)
+            made_of = [use for a in eqn.invars if (use := self.read(a, name)) is not None]
+            for nested in nested_bodies(eqn):
+                self.nested(eqn, nested, times, name)
+            for var in eqn.outvars:
+                self.define(var, name, made_of)
 
-    def bodies(self, eqn: Eqn, nested: Nested, times: int, scopes: tuple[str, ...], backward: bool, line: str) -> None:
-        outside = {n: a for n, a in zip(nested.entries, eqn.invars, strict=True) if not compat.is_literal(a)}
-        runs = times * trips_of(eqn)
-        for k, (scope, body) in enumerate(zip(nested.scopes, bodies_of(eqn), strict=True)):
-            for n, var in zip(nested.entries_into(k), body.invars, strict=True):
-                origin = self._origin[outside[n]] if n in outside else _Origin("a constant", "")
-                carried = len(n.operands) > 1  # what comes in is another value in every step
-                self._origin[var] = _Origin(origin.name, origin.line, (), () if carried else origin.uses)
-            self.walk(scope, body, runs, scopes, backward)
-            for atom in body.outvars:
-                self.read(atom, f"the end of a {eqn.primitive.name}", line)
+    def operation(self, eqn: Eqn, outer: ValueName) -> ValueName:
+        if eqn.outvars and (known := self.known.get(eqn.outvars[0])):
+            return known
+        scopes, back = compat.scopes_of(eqn)
+        line, inside = compat.source_line(eqn), (*outer.scopes, *scopes)
+        return ValueName("value", eqn.primitive.name, line, inside, back or outer.backward)
 
+    def copy(self, eqn: Eqn, times: int) -> None:
+        source, (var,), made = eqn.invars[0], eqn.outvars, eqn.params
+        step = [Box(made["src"], made["dst"], times, made["shared"])] if eqn.primitive is box_p else []
+        way, read = self.way(source)
+        self.found.values[var] = self.found.operations[eqn] = replace(self.name(source), is_copy=True)
+        self.ways[var] = (*way, *step), (*read, var)
 
-def values_of(program: Program, problem: Problem, boxed: Boxed) -> list[Named]:
-    """All values of a boxed program: arguments, what its operations make, results."""
-    finder = _Finder(boxed)
-    for path, node, var in zip(program.in_paths, problem.sources, boxed.jaxpr.invars, strict=True):
-        finder.define(var, _Origin(path, ""), (node, -1))
-    finder.walk(problem.scope, boxed.jaxpr, 1, (), False)
-    for path, node, atom in zip(program.out_paths, problem.sinks, boxed.jaxpr.outvars, strict=True):
-        use = finder.read(atom, f"result {path}".rstrip(), "")
-        if use is not None:
-            finder.found.append(Named("result", path or "result", use.line, use.aval, use.at, node, 0, (use,), ()))
-    return finder.found
-
-
-def find_values(values: Sequence[Named], pattern: str) -> list[Named]:
-    """The values that a name means: of the ways to mean one the first that any value fits.
-
-    A whole name; a pattern with `*`, which matches any text, `/` included, over names and lines, then over the ends of
-    names; the end of a name; a part of one, from `/` to `/`; a line, `model.py:12`.
-
-    Raises:
-      ArgumentError: there is none.
-    """
-    glob, end, parts = matcher(pattern), matcher(f"*/{pattern}"), f"/{pattern.strip('/')}/"
-    ways: tuple[Callable[[Named], object], ...] = (
-        lambda v: pattern in (v.name, f"{v.kind} {v.name}"),
-        lambda v: "*" in pattern and (glob.match(v.name) or glob.match(v.line)),
-        lambda v: "*" in pattern and end.match(v.name),
-        lambda v: f"/{v.name}/".endswith(parts),
-        lambda v: parts in f"/{v.name}/",
-        lambda v: v.line.startswith(f"{pattern} (") or v.line == pattern,
-    )
-    for fits in ways if pattern.strip("/") else ():
-        found = [v for v in values if fits(v)]
-        if found:
-            return found
-    raise ArgumentError(
-        f"why={pattern!r}: no value of the plan has that name. Values are named by the path of an argument or result, "
-        "by the scopes and the primitive of the operation that makes them, or by its line, model.py:12; `*` matches "
-        f"any text.{_near(pattern, values)}"
-    )
-
-
-def _near(pattern: str, values: Sequence[Named]) -> str:
-    """` Near are ...`: names, or lines, that look like it; some of the names if none does."""
-    names = list(dict.fromkeys(v.name for v in values))
-    lines = list(dict.fromkeys(v.line.partition(" (")[0] for v in values if v.line))
-    word = pattern.replace("*", "").strip("/")
-    near = difflib.get_close_matches(word, lines if re.search(r"\.py(:|$)", word) else names, n=3)
-    if not near:  # a part of a name may be what is misspelt
-        tails = {"/".join(n.split("/")[-k:]): n for n in names for k in range(1, word.count("/") + 3)}
-        near = [tails[t] for t in difflib.get_close_matches(word, tails, n=3, cutoff=0.7)]
-    some = near or names[:3]
-    return f" {'Near are' if near else 'There are'} {', '.join(some)}."
+    def nested(self, eqn: Eqn, body: Body, times: int, name: ValueName) -> None:
+        for i, (var, atom) in enumerate(body.given(eqn)):
+            self.found.values[var] = self.name(atom)
+            carried = body.fixed <= i < body.rows_at  # another value in every round
+            self.ways[var] = (), (*(() if carried else self.way(atom)[1]), var)
+        self.body(body.jaxpr, times * body.trips, name)
+        for atom in body.jaxpr.outvars:
+            self.read(atom, ValueName("the end of", str(name), name.line))

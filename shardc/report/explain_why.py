@@ -9,9 +9,10 @@ from shardc.ir.collective import known_bytes
 from shardc.ir.walk import itemsize_of, short_aval
 from shardc.passes.place.problem import Node
 from shardc.plan.counterfactual import Counterfactual, Other
-from shardc.plan.names import Box, Named, Use, find_values, values_of
+from shardc.plan.names import Box, Use, ValueName
 from shardc.plan.plan import SpmdPlan
 from shardc.report.explain import proof_text
+from shardc.report.find_values import Named, find_values, values_of
 from shardc.report.tables import (
     Section,
     bytes_text,
@@ -32,12 +33,13 @@ LISTED = 20
 """The most further values that are listed."""
 
 
-def why_sections(parts: Sequence[Counterfactual], pattern: str) -> list[Section]:
+def why_sections(parts: Sequence[Counterfactual], pattern: str, titles: Sequence[str] = ()) -> list[Section]:
     """Why values have their placements: who makes and reads them, and what other placements would cost.
 
     Args:
       parts: the problem of each part of the plan. Alternatives are solved for each part alone.
       pattern: the name of a value.
+      titles: of the parts; not given: they are the stages of a pipeline, or the whole program.
 
     Raises:
       ArgumentError: no value of any part has the name.
@@ -46,11 +48,11 @@ def why_sections(parts: Sequence[Counterfactual], pattern: str) -> list[Section]
     matches: dict[int, list[Named]] = {}
     for value in find_values(list(part_of), pattern):
         matches.setdefault(part_of[value], []).append(value)
+    if not titles and len(parts) > 1:
+        titles = list(map(stage_title, range(len(parts))))
     sections: list[Section] = []
     for number, found in matches.items():
-        if len(parts) > 1:
-            about = "time and bytes of its own tasks in one call, without transfers between stages"
-            sections.append(Section(f"Stage {number}: {about}"))
+        sections += [Section(titles[number])] if titles else []
         sections += _explained(parts[number], found, pattern)
         if parts[number].plan.unlimited is not None:
             text = "Memory decided this plan. The alternatives are solved without the limit and may not fit."
@@ -58,12 +60,16 @@ def why_sections(parts: Sequence[Counterfactual], pattern: str) -> list[Section]
     return sections
 
 
+def stage_title(number: int) -> str:
+    return f"Stage {number}: time and bytes of its own tasks in one call, without transfers between stages"
+
+
 def _values(asked: Counterfactual) -> list[Named]:
     return values_of(asked.plan.program, asked.problem, asked.plan.all_on_device)
 
 
 def _explained(asked: Counterfactual, found: Sequence[Named], pattern: str) -> Iterator[Section]:
-    rows = [((v.kind, short_aval(v.aval), str(v.placement)), f"{v.name} at {v.line}", v) for v in found]
+    rows = [((v.name.kind, short_aval(v.aval), str(v.placement)), f"{v.name} at {v.name.line}", v) for v in found]
     groups = [alike for _, _, alike in fold_rows(rows)]
     groups.sort(key=lambda alike: -sum(_seconds(asked.plan, v) for v in alike))  # the longest boxings first
     for alike in groups[:TRIED]:
@@ -76,8 +82,8 @@ def _listed(groups: Sequence[Sequence[Named]], pattern: str) -> Section:
     rows: list[Sequence[str]] = []
     for alike in groups[:LISTED]:
         first = alike[0]
-        name = times_text(fold_paths([v.name for v in alike]), len(alike))
-        rows.append((name, short_aval(first.aval), placement_text(first.placement), first.line or "argument"))
+        name = times_text(fold_paths([str(v.name) for v in alike]), len(alike))
+        rows.append((name, short_aval(first.aval), placement_text(first.placement), first.name.line or "argument"))
     more = f", of which the first {LISTED}" if len(groups) > LISTED else ""
     title = f"{pattern!r} also matches {number_text(len(groups), 'other value')}{more}; name one of them to explain it"
     return Section(title, ("value", "type", "placement", "made by"), rows)
@@ -85,15 +91,14 @@ def _listed(groups: Sequence[Sequence[Named]], pattern: str) -> Section:
 
 def _why(asked: Counterfactual, alike: Sequence[Named]) -> Iterator[Section]:
     value, plan = alike[0], asked.plan
-    name = value.name if value.name == "result" or value.kind == "value" else f"{value.kind} {value.name}"
     more = f" and {len(alike) - 1} more like it" if len(alike) > 1 else ""
-    made = f", made at {value.line}" if value.line else ""
-    head = f"{name}{more}: {short_aval(value.aval)} at {placement_text(value.placement)}{made}"
+    made = f", made at {value.name.line}" if value.name.line else ""
+    head = f"{value.name}{more}: {short_aval(value.aval)} at {placement_text(value.placement)}{made}"
     others = sorted(asked.others(value.node, value.port, TRIED), key=_rank)
     yield Section(head, lines=[_verdict(asked, value, others)])
     for title, uses in (("computed from", value.made_of), ("read by", value.uses)):
         if uses:
-            yield _ways(plan, title, uses, shared=uses is value.uses)
+            yield _ways(plan, title, uses, is_read=uses is value.uses)
     if others:
         which = f"the first one, {value.name}" if len(alike) > 1 else "it"
         yield Section(
@@ -114,8 +119,8 @@ def _verdict(asked: Counterfactual, value: Named, others: Sequence[Other]) -> st
     """One sentence with the reason of a value's placement."""
     plan, pin = asked.plan, asked.pins.get(value.node)
     here = placement_text(value.placement)
-    uneven = dict(plan.uneven.pins) if plan.uneven and value.kind == "result" else {}
-    if (split := uneven.get("" if value.name == "result" else value.name)) is not None:
+    uneven = dict(plan.uneven.pins) if plan.uneven and value.name.kind == "result" else {}
+    if (split := uneven.get(value.name.word)) is not None:
         there = placement_text(split)
         return f"{here} is the cheapest for a plain jax.Array. Pinned at {there}, an uneven split, it is cheaper."
     if not others:
@@ -178,13 +183,14 @@ def _more_bytes(plan: SpmdPlan, other: SpmdPlan) -> int:
     return known_bytes(other.collectives) - known_bytes(plan.collectives)
 
 
-def _ways(plan: SpmdPlan, title: str, uses: Sequence[Use], *, shared: bool) -> Section:
+def _ways(plan: SpmdPlan, title: str, uses: Sequence[Use], *, is_read: bool) -> Section:
     """A table of a value's operands or readers, with the boxings between. A boxing that readers share counts once."""
     rows: list[Sequence[str]] = []
-    keyed = [((u.line, placement_text(u.at), _way_text(u.way)), u.name, u) for u in uses]
-    seen: set[tuple[str, tuple[Box, ...]]] = set()
+    named = [(u.reader if is_read else u.value, u) for u in uses]
+    keyed = [((n.line, placement_text(u.at), _way_text(u.way)), str(n), u) for n, u in named]
+    seen: set[tuple[ValueName | None, tuple[Box, ...]]] = set()
     for (line, at, way), names, found in fold_rows(keyed):
-        steps = {("" if shared else u.name, u.way[: k + 1]): u for u in found for k in range(len(u.way))}
+        steps = {(None if is_read else u.value, u.way[: k + 1]): u for u in found for k in range(len(u.way))}
         costs = [_sent(plan, u, prefix[-1]) for (name, prefix), u in steps.items() if (name, prefix) not in seen]
         seen |= set(steps)
         sent, seconds = sum(c[0] for c in costs), sum(c[1] for c in costs)

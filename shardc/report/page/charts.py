@@ -26,7 +26,7 @@ def course_data(placed: PlacedProgram, found: ProgramRows, limit: int) -> dict[s
     profile, rows = placed.profile(), found.rows
     course = course_of(found, profile)
     keyed = [
-        ((short_aval(v.aval), placement_text(placed.boxed.placements[v])), found.name(v), size)
+        ((short_aval(v.aval), placement_text(placed.boxed.placements[v])), str(found.names[v]), size)
         for v, size in profile.largest()
         if size
     ]
@@ -61,7 +61,7 @@ def ranks_data(memory: PipelineMemory) -> dict[str, Any]:
     keyed = [
         (
             (f"{h.value}{f', {h.count} of them' * (h.count > 1)}", f"{h.kind}, stage {h.stage}"),
-            h.name or "made by shardc",
+            h.name,
             h.bytes,
         )
         for h in worst.holdings

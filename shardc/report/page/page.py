@@ -230,7 +230,11 @@ def programs_of(plan: PlanView) -> list[PlacedRows]:
         return [((), program_rows(plan).rows, 1)]
     times, tasks = plan.cut.loop.length, sorted(plan.built.tasks.values(), key=lambda task: task.id.stage)
     return [
-        ((f"stage {task.id.stage}",), program_rows(task.plan).rows, times if task.id.in_loop else 1)
+        (
+            (f"stage {task.id.stage}",),
+            program_rows(task.plan, plan.stages[task.id.stage].names).rows,
+            times if task.id.in_loop else 1,
+        )
         for task in tasks
         if task.plan is not None
     ]

@@ -7,13 +7,12 @@ from collections.abc import Iterator, Sequence
 from shardc import compat
 from shardc.compat import Var
 from shardc.errors import all_offenders, number_text
-from shardc.ir.box import box_p
 from shardc.ir.program import Program
-from shardc.ir.walk import all_eqns
 from shardc.passes.place.memory_limit import LimitResult, Trial
 from shardc.plan.make import DoesNotFit
+from shardc.plan.names import names_of
 from shardc.plan.request import Argument
-from shardc.report.tables import MOST, bytes_text, fold_leaves, placement_text, seconds_text
+from shardc.report.tables import MOST, Key, bytes_text, fold_leaves, placement_text, seconds_text
 
 
 def memory_error_text(found: DoesNotFit) -> str:
@@ -49,26 +48,18 @@ def _with_offload(found: DoesNotFit) -> Iterator[str]:
 
 def _groups(program: Program, least: Trial, largest: Sequence[tuple[Var, int]]) -> list[str]:
     """Lines with the largest values, most bytes first. Values whose names differ only in numbers share a line."""
-    boxed = least.boxed
-    names = {v: _maker(e) for e in all_eqns(boxed.jaxpr) for v in e.outvars}
-    names |= dict(zip(boxed.jaxpr.invars, program.in_paths, strict=True))
-    rows = [
-        ((compat.short_text(v.aval.shape, v.aval.dtype), placement_text(boxed.placements[v])), names.get(v, ""), size)
-        for v, size in largest
-    ]
+    boxed, names = least.boxed, names_of(least.boxed, program).values
+    rows: list[tuple[Key, str, int]] = []
+    for v, size in largest:
+        made = f", made at {names[v].line}" * bool(names[v].line)
+        text = f"{compat.short_text(v.aval.shape, v.aval.dtype)} at {placement_text(boxed.placements[v])}{made}"
+        rows.append(((text,), str(names[v]), size))
     found = sorted(fold_leaves(rows), key=lambda row: -sum(row[2]))
-    lines = [f"{bytes_text(sum(sizes))}  {path}: {key[0]} at {key[1]}" for key, path, sizes in found[:MOST]]
+    lines = [f"{bytes_text(sum(sizes))}  {name}: {text}" for (text,), name, sizes in found[:MOST]]
     if rest := found[MOST:]:
         count = sum(len(sizes) for *_, sizes in rest)
         lines.append(f"{bytes_text(sum(sum(sizes) for *_, sizes in rest))}  in {number_text(count, 'other value')}")
     return lines
-
-
-def _maker(eqn: compat.Eqn) -> str:
-    """The primitive and its source line; for a boxing the boxed value."""
-    if eqn.primitive is box_p:
-        return f"boxed from {placement_text(eqn.params['src'])}: {eqn.params['source']}"
-    return f"{eqn.primitive.name} ({compat.source_line(eqn)})"
 
 
 def _fixes(arguments: Sequence[Argument], fitted: LimitResult, alone: bool) -> str:

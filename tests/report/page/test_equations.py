@@ -95,11 +95,10 @@ def test_the_course_keeps_time_and_peak(make):
 def test_values_at_the_peak_have_names():
     plan = plans.spmd()
     found = program_rows(plan)
-    names = [found.name(v) for v, _ in plan.profile().largest()]
+    names = [str(found.names[v]) for v, _ in plan.profile().largest()]
     assert f"argument params/{plans.EVIL}" in names
-    assert not any(name.startswith("a value of shardc") for name in names)
     jaxpr = plan.boxed.jaxpr
-    copies = {found.name(e.outvars[0]) for e in jaxpr.eqns if e.primitive.name == "box"}
+    copies = {str(found.names[e.outvars[0]]) for e in jaxpr.eqns if e.primitive.name == "box"}
     assert all(name.startswith("copy of ") for name in copies)
 
 
