@@ -116,13 +116,14 @@ class _Account:
 
     def name(self, stage: int, v: Var) -> ValueName:
         """The name of a value; of one that another stage sends that which it has there."""
-        program, tasks = self.programs[stage].program, self.tasks[stage]
-        if v in self.results[stage] and v not in tasks.arguments:
-            return ValueName("result", program.out_paths[tasks.results.index(v)], self.names[stage][v].line)
+        name = self.names[stage][v]
+        if v in self.results[stage] and name.kind != "argument":
+            path = self.programs[stage].program.out_paths[self.tasks[stage].results.index(v)]
+            return ValueName("result", path, name.line)
         for route in self.built.channel_values:
             if route is not None and route.target == stage != route.source and v in route.taken:
                 return self.name(route.source, route.given[route.taken.index(v)])
-        return self.names[stage][v]
+        return name
 
 
 class _Buffer:
