@@ -105,13 +105,13 @@ class SimulatedCall:
     def name(self, stage: int, v: Var) -> ValueName:
         """The name of a value; of one that another stage sends that which it has there."""
         here = self.stages[stage]
-        if v in self.results[stage] and v not in here.tasks.arguments:
-            path = here.program.program.out_paths[here.tasks.results.index(v)]
-            return ValueName("result", path, here.names[v].line)
+        name = here.names[v]
+        if v in self.results[stage] and name.kind != "argument":
+            return ValueName("result", here.program.program.out_paths[here.tasks.results.index(v)], name.line)
         for route in self.built.channel_values:
             if route is not None and route.target == stage != route.source and v in route.taken:
                 return self.name(route.source, route.given[route.taken.index(v)])
-        return here.names[v]
+        return name
 
 
 def working_bytes(task: StageTask) -> int:
