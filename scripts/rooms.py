@@ -17,8 +17,8 @@ PACKAGE: Final = REPOSITORY / "shardc"
 PAGE: Final = REPOSITORY / "docs" / "where-is-what.md"
 
 ROOMS: Final = (
-    "errors", "versions", "typed_json", "compat", "passes", "runtime",
-    "machine", "sbp", "arrays", "ir", "solver",
+    "errors", "versions", "typed_json", "compat", "runtime",
+    "machine", "sbp", "arrays", "ir", "passes", "solver",
     "passes.trace", "passes.estimate", "passes.place", "passes.recompute", "passes.lower", "passes.audit",
     "plan",
     "pipeline.schedule", "pipeline.cut", "pipeline.cut_search", "pipeline",

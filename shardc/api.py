@@ -43,11 +43,12 @@ from shardc.ir.program import Program
 from shardc.ir.user_shard_map import explicit_mesh_of
 from shardc.ir.walk import all_eqns
 from shardc.machine.mesh import AnyMesh, as_it_is_set, auto_mesh, view, without_mesh
-from shardc.passes.recompute.sink_constants import sink_constants
+from shardc.passes import after_trace
 from shardc.passes.trace.canonicalize import EVERY
 from shardc.passes.trace.chunk_scans import Chunks, scans_of, split_scans
 from shardc.passes.trace.constants import key_of, key_of_static
 from shardc.passes.trace.pins import Pins, code_text, matcher, wrong_constraints
+from shardc.passes.trace.share_loops import devices_along
 from shardc.passes.trace.trace import Arguments, Call, is_array, settings, trace, where_of
 from shardc.pipeline.options import Pipeline, PipelineRequest
 from shardc.plan.data_parallel import DataParallel, sent_besides
@@ -291,7 +292,9 @@ class Function:
         abstracted = replace(call, leaves=tuple(map(abstract, call.leaves)))
         typed = self._typed(call, [None for x in call.leaves if is_array(x)])
         abstracted = replace(abstracted, types=typed.types)
-        program = trace(self._arguments, abstracted, replicate=(EVERY,), backend=self._view.topology.backend)
+        program = after_trace(
+            trace(self._arguments, abstracted, replicate=(EVERY,), backend=self._view.topology.backend)
+        )
         out = result_pins(program, self._options.out_placements, self._view)
         offenders = [*out.offenders, *wrong_constraints(program, self._view)]
         if offenders:
@@ -367,20 +370,22 @@ class Function:
             for i, arrival in zip(dynamic, arrived, strict=True)
         )
         notes, tree, where = (*into.notes, *out.notes), ArgumentsTree(call.tree, tuple(dynamic)), self._arguments.where
+        mesh = self._view if self._ranks is None else replace(self._view, avoids=self._forbidden)
+        asked = (
+            program, mesh, arguments, out.pins, notes, self._view.limit, where, tree, self._options.replicate,
+            bool(self._forbidden), self._options.on_host,
+        )  # fmt: skip
         if self._ranks is None:
-            request = Request(program, self._view, arguments, out.pins, notes, self._view.limit, where, tree)
-            request = replace(request, replicate=self._options.replicate, offload=self._options.on_host)
-            request = replace(request, forbids=bool(self._forbidden))
+            request = Request(*asked)
             self._refuse_idle_patterns(request)
             return arguments, self._plan_of_program(request)
         from shardc.pipelines import planned_pipeline
 
         assert self._options.pipeline is not None
-        asked = PipelineRequest(
-            program, self.mesh, self._ranks, arguments, out.pins, self._options.pipeline, where, notes, tree,
-            self._forbidden,
-        )  # fmt: skip
-        return arguments, planned_pipeline(asked)
+        options = self._options.pipeline
+        return arguments, planned_pipeline(
+            PipelineRequest(*asked, whole=self.mesh, meshes=self._ranks, pipeline=options)
+        )
 
     def _refuse_idle_patterns(self, request: Request) -> None:
         """Raises ArgumentError if a pattern of `offload=` matches no argument, or nothing is known of the hosts."""
@@ -427,7 +432,7 @@ class Function:
         pins = [into.pins[i] for i, x in enumerate(call.leaves) if is_array(x)]
         at = [None if place is None else Pin(place) for place in arrived]
         pins = [pin or place for pin, place in zip(pins, at, strict=True)]
-        chunks = split_scans(scans, program, pins, self._view)
+        chunks = split_scans(scans, devices_along(program, pins, self._view))
         return self._traced(call, chunks) if chunks else program
 
     def _traced(self, call: Call, scans: Chunks = ()) -> Program:
@@ -435,7 +440,7 @@ class Function:
         key = (self._key(call), marks, scans, call.types)
         if key not in self._programs:
             program = trace(self._arguments, call, marks, self._options.replicate, scans, self._view.topology.backend)
-            made = program.after("sink_constants", sink_constants(program.jaxpr))
+            made = after_trace(program)
             alike = (p for k, p in self._programs.items() if k[:-1] == key[:-1] and is_same_program(p, made))
             self._programs[key] = next(alike, made)
         return self._programs[key]

@@ -126,7 +126,7 @@ class _TaskSplitter:
         self.placements: dict[Var, Placement] = {**plan.boxed.placements, INDEX: REPLICATED}
         self.jaxpr: Jaxpr = plan.boxed.jaxpr
         self.arguments: list[Var] = list(self.jaxpr.invars)
-        found = [i for i, e in enumerate(self.jaxpr.eqns) if e.primitive.name == "scan" and _is_loop(e, stage)]
+        found = [i for i, e in enumerate(self.jaxpr.eqns) if e.primitive.name == "scan" and is_loop(e, stage)]
         self.scan: Eqn | None = self.jaxpr.eqns[found[0]] if found else None
         self.at = found[0] if found else 0
 
@@ -406,7 +406,8 @@ def _sections(invars: Sequence[Var], consts: int, carries: int) -> tuple[Sequenc
     return invars[:consts], invars[consts:rows], invars[rows:]
 
 
-def _is_loop(eqn: Eqn, stage: StageProgram) -> bool:
+def is_loop(eqn: Eqn, stage: StageProgram) -> bool:
+    """Whether a scan of a stage's program is its loop over microbatches."""
     return any(v in stage.position for e in bodies_of(eqn)[0].eqns for v in e.outvars)
 
 

@@ -28,6 +28,7 @@ from shardc import compat
 from shardc.compat import Atom, Eqn, Jaxpr, Var
 from shardc.ir.nested import bodies_of, with_bodies
 from shardc.ir.program import Program
+from shardc.passes import Context
 from shardc.passes.trace.windows.static_windows import Write, constant, fill_of
 from shardc.passes.trace.windows.window_ways import (
     ELEMENTWISE,
@@ -50,7 +51,7 @@ from shardc.sbp.rules.slicing import FEW
 from shardc.sbp.signature import is_extended
 
 
-def compose_windows(program: Program) -> Program:
+def compose_windows(program: Program, _: Context) -> Program:
     """The program with composed windows; the same object if there is nothing to compose."""
     jaxpr = composed(program.jaxpr)
     return program if jaxpr is program.jaxpr else program.after("compose_windows", jaxpr)
