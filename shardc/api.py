@@ -44,11 +44,11 @@ from shardc.ir.user_shard_map import explicit_mesh_of
 from shardc.ir.walk import all_eqns
 from shardc.machine.mesh import AnyMesh, as_it_is_set, auto_mesh, view, without_mesh
 from shardc.passes import after_trace
+from shardc.passes.rewrite.share_loops import devices_along
 from shardc.passes.trace.canonicalize import EVERY
 from shardc.passes.trace.chunk_scans import Chunks, scans_of, split_scans
 from shardc.passes.trace.constants import key_of, key_of_static
 from shardc.passes.trace.pins import Pins, code_text, matcher, wrong_constraints
-from shardc.passes.trace.share_loops import devices_along
 from shardc.passes.trace.trace import Arguments, Call, is_array, settings, trace, where_of
 from shardc.pipeline.options import Pipeline, PipelineRequest
 from shardc.plan.data_parallel import DataParallel, sent_besides

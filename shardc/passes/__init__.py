@@ -121,20 +121,20 @@ def as_saved(program: Program, context: Context, known: Choices) -> Program:
     return run(one, program, replace(context, known=known))
 
 
-_TRACE, _PLACE, _RECOMPUTE = "shardc.passes.trace", "shardc.passes.place", "shardc.passes.recompute"
+_REWRITE, _RECOMPUTE = "shardc.passes.rewrite", "shardc.passes.recompute"
 _CUT, _CUT_SEARCH = "shardc.pipeline.cut", "shardc.pipeline.cut_search"
 
 PASSES: Final[tuple[Pass, ...]] = (
     Pass(
         "canonicalize",
-        f"{_TRACE}.canonicalize",
+        "shardc.passes.trace.canonicalize",
         "what JAX traced",
         "one flat program",
         "y = jit[f] x --> the equations of f; z = dead(y) --> nothing",
     ),
     Pass(
         "batch_lookups",
-        f"{_TRACE}.batch_lookups",
+        f"{_REWRITE}.batch_lookups",
         "program",
         "program",
         "x[iota, i] --> gather whose dimension 0 is a batching dimension",
@@ -142,7 +142,7 @@ PASSES: Final[tuple[Pass, ...]] = (
     ),
     Pass(
         "fold_transposes",
-        f"{_TRACE}.fold_transposes",
+        f"{_REWRITE}.fold_transposes",
         "jaxpr",
         "jaxpr",
         "y = h @ transpose w --> y = dot_general that contracts the last dimensions",
@@ -150,7 +150,7 @@ PASSES: Final[tuple[Pass, ...]] = (
     ),
     Pass(
         "drop_zero_sums",
-        f"{_TRACE}.drop_zero_sums",
+        f"{_REWRITE}.drop_zero_sums",
         "jaxpr",
         "jaxpr",
         "scan c = c + 0 --> scan without c",
@@ -158,7 +158,7 @@ PASSES: Final[tuple[Pass, ...]] = (
     ),
     Pass(
         "sink_constants",
-        f"{_RECOMPUTE}.sink_constants",
+        f"{_REWRITE}.sink_constants",
         "jaxpr",
         "jaxpr",
         "m = broadcast v; scan ... m[i] --> scan ... broadcast v",
@@ -166,7 +166,7 @@ PASSES: Final[tuple[Pass, ...]] = (
     ),
     Pass(
         "compose_windows",
-        f"{_TRACE}.windows.compose_windows",
+        f"{_REWRITE}.windows.compose_windows",
         "program",
         "program",
         "q = pad x (1, 1); y = q[2:] --> y = pad x (-1, 1); concatenate x[1:] x[:1] --> join_ranges x",
@@ -174,7 +174,7 @@ PASSES: Final[tuple[Pass, ...]] = (
     ),
     Pass(
         "chain_transforms",
-        f"{_TRACE}.chain_transforms",
+        f"{_REWRITE}.chain_transforms",
         "program, pins",
         "program",
         "fft of 3 dimensions --> fft along dimension 2, then 1, then 0",
@@ -182,7 +182,7 @@ PASSES: Final[tuple[Pass, ...]] = (
     ),
     Pass(
         "share_loops",
-        f"{_TRACE}.share_loops",
+        f"{_REWRITE}.share_loops",
         "program, pins, mesh",
         "program",
         "scan over 8 split rows --> shard_map: each device scans its own rows",
@@ -256,14 +256,14 @@ PASSES: Final[tuple[Pass, ...]] = (
     ),
     Pass(
         "insert_boxing",
-        f"{_PLACE}.insert_boxing",
+        "shardc.passes.place.insert_boxing",
         "program, a placement for each value",
         "boxed program",
         "y = f x --> x' = box[src dst] x; y = f x'",
     ),
     Pass(
         "offload",
-        f"{_RECOMPUTE}.offload",
+        "shardc.passes.memory.offload",
         "boxed program, values that live on the host",
         "boxed program",
         "m' = f m --> d = memory_move[device] m; e = f d; m' = memory_move[host] e",

@@ -13,7 +13,7 @@ from jax import lax
 
 import shardc
 from shardc import S
-from shardc.passes.trace.batch_lookups import batched
+from shardc.passes.rewrite.batch_lookups import batched
 from tests.passes.programs import before_after
 
 pytestmark = pytest.mark.usefixtures("compiled_fast")

@@ -13,7 +13,7 @@ from jax.extend import core as jex
 import shardc
 from shardc import S
 from shardc.compat import close
-from shardc.passes.trace.chain_transforms import chain_transforms
+from shardc.passes.rewrite.chain_transforms import chain_transforms
 
 pytestmark = pytest.mark.usefixtures("compiled_fast")
 

@@ -29,8 +29,8 @@ from shardc.compat import Atom, Eqn, Jaxpr, Var
 from shardc.ir.nested import bodies_of, with_bodies
 from shardc.ir.program import Program
 from shardc.passes import Context
-from shardc.passes.trace.windows.static_windows import Write, constant, fill_of
-from shardc.passes.trace.windows.window_ways import (
+from shardc.passes.rewrite.windows.static_windows import Write, constant, fill_of
+from shardc.passes.rewrite.windows.window_ways import (
     ELEMENTWISE,
     WAYS,
     Box,

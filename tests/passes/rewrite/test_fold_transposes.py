@@ -15,8 +15,8 @@ from jax.extend import core as jex
 import shardc
 from shardc import S, compat
 from shardc.ir.nested import bodies_of
+from shardc.passes.rewrite.fold_transposes import fold_transposes
 from shardc.passes.trace.canonicalize import canonicalize
-from shardc.passes.trace.fold_transposes import fold_transposes
 
 RNG = np.random.default_rng(0)
 W, X = RNG.normal(size=(5, 4)), RNG.normal(size=(3, 2, 4))
