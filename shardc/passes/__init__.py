@@ -239,13 +239,6 @@ PASSES: Final[tuple[Pass, ...]] = (
         of="pipelines",
     ),
     Pass(
-        "pin_entries",
-        "shardc.plan.borders",
-        "program, what is known of its arguments",
-        "program",
-        "f x, where x arrives elsewhere than pinned --> f constrain[pin] x",
-    ),
-    Pass(
         "recompute",
         f"{_RECOMPUTE}.recompute",
         "program, a memory limit",

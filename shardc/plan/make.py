@@ -17,7 +17,7 @@ from shardc.passes.place.insert_boxing import insert_boxing
 from shardc.passes.place.memory_limit import LimitResult, LimitSearch, Trial
 from shardc.passes.place.place import Placed, Placer
 from shardc.passes.recompute.recompute import RecomputeChoice, RecomputeOptions, recompute_to_fit, recomputed
-from shardc.plan.borders import match_donated, may_replace, moves, pin_entries, problem_of
+from shardc.plan.borders import match_donated, may_replace, moves, problem_of
 from shardc.plan.forbid import avoided_seconds
 from shardc.plan.offload import most_freed, offloaded_within, with_named
 from shardc.plan.plan import SpmdPlan, Unlimited, copied
@@ -117,24 +117,22 @@ def _plan_as_written(request: Request, keeps: bool = False) -> SpmdPlan | DoesNo
 class Placing:
     """A program that is to be placed on a mesh: once wherever is cheapest, then within any limits on memory."""
 
-    traced: Program
     search: _Search
 
     @classmethod
     def of(cls, request: Request) -> Placing:
         program = request.program
         arguments = [*request.arguments, *[Argument()] * (len(program.in_paths) - len(request.arguments))]
-        entered = pin_entries(program, arguments)
-        ties = match_donated(entered, arguments)
+        ties = match_donated(program, arguments)
         wanted: list[Pin | None] = []
-        for pin, tie, var in zip(request.results, ties, entered.jaxpr.outvars, strict=True):
+        for pin, tie, var in zip(request.results, ties, program.jaxpr.outvars, strict=True):
             if pin is None and tie is None and compat.is_literal(var):
                 pin = Pin(REPLICATED)
             if pin is None and tie is not None and moves(arguments[tie]):
                 pin = arguments[tie].pin  # where the next call wants it
             wanted.append(pin)
-        asked = replace(request, program=entered, arguments=tuple(arguments), results=tuple(wanted))
-        return cls(program, _Search(asked, tuple(ties)))
+        asked = replace(request, arguments=tuple(arguments), results=tuple(wanted))
+        return cls(_Search(asked, tuple(ties)))
 
     @property
     def plan(self) -> SpmdPlan:
@@ -158,7 +156,7 @@ class Placing:
         whole, request = _Within(self.search, limit), self.search.request
         if whole.fits:
             return self.plan
-        fitting = _Fitting(whole, self.traced)
+        fitting = _Fitting(whole)
         fitting.on_device()
         best = fitting.found.best
         if request.offload == "auto" or (request.offload == "never" and best is None):
@@ -177,7 +175,6 @@ class _Fitting:
 
     Args:
       whole: the program that keeps all that it does without the limit.
-      traced: the same without equations added in front.
 
     Attributes:
       found: the plans that were made.
@@ -185,8 +182,8 @@ class _Fitting:
       fitted: for those that were searched with prices on memory, the results.
     """
 
-    def __init__(self, whole: _Within, traced: Program) -> None:
-        self.whole, self.traced, self.limit = whole, traced, whole.limit
+    def __init__(self, whole: _Within) -> None:
+        self.whole, self.limit = whole, whole.limit
         self.found = CheapestThatFits[SpmdPlan](self.limit, lambda p: p.memory.peak, _priced)
         self.missed, self.fitted = [whole], dict[_Within, LimitResult]()
 
@@ -252,7 +249,7 @@ class _Fitting:
                 wanted = math.inf
                 continue
             tried.append(choice)
-            trial = _Within(self.whole.search.recomputing(choice, self.traced), limit)
+            trial = _Within(self.whole.search.recomputing(choice), limit)
             if trial.fits:
                 self.found.add(trial.plan)
                 high = min(wanted, options.most)
@@ -300,10 +297,10 @@ class _Search:
     def mesh(self) -> MeshView:
         return self.request.mesh
 
-    def recomputing(self, choice: RecomputeChoice, traced: Program) -> _Search:
+    def recomputing(self, choice: RecomputeChoice) -> _Search:
         """The search for the program that recomputes the chosen values. The cost bound of the program that keeps them
         limits its own bound from above."""
-        request = replace(self.request, program=recompute_to_fit(self.program, choice, traced.jaxpr))
+        request = replace(self.request, program=recompute_to_fit(self.program, choice))
         return replace(self, request=request, bound=self.cheapest.bound)
 
     @cached_property

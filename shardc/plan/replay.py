@@ -21,7 +21,7 @@ from shardc.passes.place.insert_boxing import insert_boxing
 from shardc.passes.place.place import Placed
 from shardc.passes.place.problem import Node, Problem
 from shardc.passes.recompute.recompute import recomputed
-from shardc.plan.borders import match_donated, moves, pin_entries, problem_of
+from shardc.plan.borders import match_donated, moves, problem_of
 from shardc.plan.digest import digests
 from shardc.plan.offload import with_names
 from shardc.plan.plan import SpmdPlan
@@ -59,7 +59,6 @@ def replay(saved: SavedPlan, request: Request) -> SpmdPlan:
     arguments = [*request.arguments, *[Argument()] * (len(leaves) - len(request.arguments))]
     pinned = [replace(a, pin=Pin(p.placement, said=saved.name)) for a, p in zip(arguments, leaves, strict=True)]
     ends = [Pin(leaf.placement, said=saved.name) for leaf in saved.results.values()]
-    program = pin_entries(program, pinned)
     ties = match_donated(program, pinned)
     asked = replace(request, program=program, arguments=tuple(pinned), results=tuple(ends))
     boxed = _boxed(saved, asked, problem_of(asked, ties))
@@ -165,7 +164,7 @@ def _boxed(saved: SavedPlan, asked: Request, problem: Problem) -> Boxed:
     Raises:
       ArgumentError: the file was changed so that it is no plan.
     """
-    wrong, jaxpr = f"{saved.name} was changed so that it is no plan:", asked.program.jaxpr
+    wrong, jaxpr = f"{saved.name} was changed so that it is no plan:", problem.scope.jaxpr
     leaves = [*saved.arguments.values(), *saved.captured]
     ends = zip([*leaves, *saved.results.values()], [*asked.program.in_avals, *asked.program.out_avals], strict=True)
     words = [placement_word(p) for (_, p), aval in ends if not _is_possible(p, len(aval.shape), asked.mesh)]

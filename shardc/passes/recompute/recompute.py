@@ -120,18 +120,17 @@ class RecomputeOptions:
         return in_loops + sum(c.choose(min(price, highest))[-1] for c in self.peaks)
 
 
-def recompute(jaxpr: Jaxpr, choice: RecomputeChoice, named: Jaxpr | None = None) -> tuple[Jaxpr, Recomputation]:
+def recompute(jaxpr: Jaxpr, choice: RecomputeChoice) -> tuple[Jaxpr, Recomputation]:
     """The program with the chosen recomputations, and what they are.
 
     Args:
       jaxpr: canonical, without any of them.
       choice: of its values.
-      named: the same program without equations added in front, whose numbers are used in names.
     """
     choice = _that_follows(jaxpr, choice)  # a row that is a boxed carry in the plan is the carry itself here
     if not choice and not choice.instead:
         return jaxpr, Recomputation()
-    names = names_of(named or jaxpr, choice)
+    names = names_of(jaxpr, choice)
     jaxpr, stacks = recompute_residuals(jaxpr, choice.stacks, choice.instead)
     left = {v for e in all_eqns(jaxpr) for v in e.outvars} if choice.values else set[Var]()
     jaxpr, values = recompute_values(jaxpr, {v: since for v, since in choice.values.items() if since in left})
@@ -156,9 +155,9 @@ def recompute_again(program: Program, context: Context) -> Program:
     return recompute_to_fit(program, choice_named(program.jaxpr, names)) if names else program
 
 
-def recompute_to_fit(program: Program, choice: RecomputeChoice, named: Jaxpr | None = None) -> Program:
-    """The program with recomputations that were chosen to save memory; `named` as for `recompute`."""
-    jaxpr, found = recompute(program.jaxpr, choice, named)
+def recompute_to_fit(program: Program, choice: RecomputeChoice) -> Program:
+    """The program with recomputations that were chosen to save memory."""
+    jaxpr, found = recompute(program.jaxpr, choice)
     return replace(program.after("recompute", jaxpr), to_fit=found)
 
 
