@@ -17,6 +17,7 @@ import shardc
 from benchmarks.cases import Case
 from benchmarks.measure import report, seconds
 from benchmarks.peer import jitted
+from shardc.passes import after_trace
 from shardc.passes.trace.trace import Arguments, trace
 
 
@@ -30,7 +31,7 @@ def measure(case: Case, peer_first: bool) -> None:
     jax.make_jaxpr(partial(step_fn))(*args)
 
     arguments = Arguments(step_fn, ())
-    traced, program = seconds(lambda: trace(arguments, arguments.bind(args, {})))
+    traced, program = seconds(lambda: after_trace(trace(arguments, arguments.bind(args, {}))))
     ours = shardc.function(mesh=mesh, **case.options)(step_fn)
     total, plan = seconds(lambda: ours.plan(*args))
     peer = jitted(step_fn, plan, mesh, case.options)

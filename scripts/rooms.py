@@ -17,9 +17,10 @@ PACKAGE: Final = REPOSITORY / "shardc"
 PAGE: Final = REPOSITORY / "docs" / "where-is-what.md"
 
 ROOMS: Final = (
-    "errors", "versions", "typed_json", "compat", "passes", "runtime",
-    "machine", "sbp", "arrays", "ir", "solver",
-    "passes.trace", "passes.estimate", "passes.place", "passes.recompute", "passes.lower", "passes.audit",
+    "errors", "versions", "typed_json", "compat", "runtime",
+    "machine", "sbp", "arrays", "ir", "passes", "solver",
+    "passes.trace", "passes.accumulate", "passes.estimate", "passes.place", "passes.recompute", "passes.rewrite",
+    "passes.memory", "passes.lower", "passes.audit",
     "plan",
     "pipeline.schedule", "pipeline.cut", "pipeline.cut_search", "pipeline",
     "report", "execute", "plans", "calls", "dataflow", "checkpoint", "compiled", "pipelines", "api", "flows", "gangs",

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from shardc.live.meter import progress
     from shardc.machine.devices import devices
     from shardc.machine.mesh import make_mesh
-    from shardc.passes.trace.accumulate import accumulate
+    from shardc.passes.accumulate.accumulate import accumulate
     from shardc.passes.trace.fully_sharded import fsdp
     from shardc.passes.trace.pins import rules
     from shardc.pipeline.options import Pipeline
@@ -172,7 +172,7 @@ _MODULES = {
     "StackedArray": "shardc.arrays.placed",
     "StepFailedError": "shardc.errors",
     "TracingError": "shardc.errors",
-    "accumulate": "shardc.passes.trace.accumulate",
+    "accumulate": "shardc.passes.accumulate.accumulate",
     "checkpoints": "shardc.checkpoint.checkpoints",
     "constrain": "shardc.calls.placing",
     "data_parallel": "shardc.plan.data_parallel",

@@ -43,7 +43,8 @@ from shardc.ir.program import Program
 from shardc.ir.user_shard_map import explicit_mesh_of
 from shardc.ir.walk import all_eqns
 from shardc.machine.mesh import AnyMesh, as_it_is_set, auto_mesh, view, without_mesh
-from shardc.passes.recompute.sink_constants import sink_constants
+from shardc.passes import after_trace
+from shardc.passes.rewrite.share_loops import devices_along
 from shardc.passes.trace.canonicalize import EVERY
 from shardc.passes.trace.chunk_scans import Chunks, scans_of, split_scans
 from shardc.passes.trace.constants import key_of, key_of_static
@@ -291,7 +292,9 @@ class Function:
         abstracted = replace(call, leaves=tuple(map(abstract, call.leaves)))
         typed = self._typed(call, [None for x in call.leaves if is_array(x)])
         abstracted = replace(abstracted, types=typed.types)
-        program = trace(self._arguments, abstracted, replicate=(EVERY,), backend=self._view.topology.backend)
+        program = after_trace(
+            trace(self._arguments, abstracted, replicate=(EVERY,), backend=self._view.topology.backend)
+        )
         out = result_pins(program, self._options.out_placements, self._view)
         offenders = [*out.offenders, *wrong_constraints(program, self._view)]
         if offenders:
@@ -367,20 +370,20 @@ class Function:
             for i, arrival in zip(dynamic, arrived, strict=True)
         )
         notes, tree, where = (*into.notes, *out.notes), ArgumentsTree(call.tree, tuple(dynamic)), self._arguments.where
+        mesh = self._view if self._ranks is None else replace(self._view, avoids=self._forbidden)
+        asked = (
+            program, mesh, arguments, out.pins, notes, self._view.limit, where, tree, self._options.replicate,
+            bool(self._forbidden), self._options.on_host,
+        )  # fmt: skip
         if self._ranks is None:
-            request = Request(program, self._view, arguments, out.pins, notes, self._view.limit, where, tree)
-            request = replace(request, replicate=self._options.replicate, offload=self._options.on_host)
-            request = replace(request, forbids=bool(self._forbidden))
+            request = Request(*asked)
             self._refuse_idle_patterns(request)
             return arguments, self._plan_of_program(request)
         from shardc.pipeline.make import make_pipeline_plan
         from shardc.pipelines import PipelinePlan
 
         assert self._options.pipeline is not None
-        asked = PipelineRequest(
-            program, self.mesh, self._ranks, arguments, out.pins, self._options.pipeline, where, notes, tree,
-            self._forbidden,
-        )  # fmt: skip
+        asked = PipelineRequest(*asked, whole=self.mesh, meshes=self._ranks, pipeline=self._options.pipeline)
         return arguments, PipelinePlan.of(make_pipeline_plan(asked))
 
     def _refuse_idle_patterns(self, request: Request) -> None:
@@ -428,7 +431,7 @@ class Function:
         pins = [into.pins[i] for i, x in enumerate(call.leaves) if is_array(x)]
         at = [None if place is None else Pin(place) for place in arrived]
         pins = [pin or place for pin, place in zip(pins, at, strict=True)]
-        chunks = split_scans(scans, program, pins, self._view)
+        chunks = split_scans(scans, devices_along(program, pins, self._view))
         return self._traced(call, chunks) if chunks else program
 
     def _traced(self, call: Call, scans: Chunks = ()) -> Program:
@@ -436,7 +439,7 @@ class Function:
         key = (self._key(call), marks, scans, call.types)
         if key not in self._programs:
             program = trace(self._arguments, call, marks, self._options.replicate, scans, self._view.topology.backend)
-            made = program.after("sink_constants", sink_constants(program.jaxpr))
+            made = after_trace(program)
             alike = (p for k, p in self._programs.items() if k[:-1] == key[:-1] and is_same_program(p, made))
             self._programs[key] = next(alike, made)
         return self._programs[key]

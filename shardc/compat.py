@@ -9,7 +9,7 @@ import logging
 import os
 import re
 import threading
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import CodeType
@@ -146,20 +146,25 @@ def close(jaxpr: Jaxpr, consts: Sequence[Any] = ()) -> ClosedJaxpr:
 def new_jaxpr(invars: Sequence[Var], outvars: Sequence[Atom], eqns: Sequence[Eqn], like: Jaxpr) -> Jaxpr:
     """A jaxpr without constants; its effects are those of `eqns`."""
     effects = frozenset[Any]().union(*(e.effects for e in eqns)) if eqns else frozenset[Any]()
-    kept = {e for e in like.effects if e in effects}
+    kept = {e for e in effects if e in like.effects or e == TRANSFER}
     info = like.debug_info.with_unknown_names()
     parts: tuple[Any, ...] = list(invars), list(outvars), list(eqns)
     return cast(Any, jex.Jaxpr)((), *parts, kept, info)
 
 
+TRANSFER: Final = "transfer"
+"""The effect of a transfer between stages: no pass removes it as dead."""
+
+
 def new_eqn(
-    invars: Sequence[Atom], outvars: Sequence[Var], primitive: Any, params: Mapping[str, Any], like: Eqn | None
-) -> Eqn:
-    """An equation without effects, with the source line of `like`."""
+    invars: Sequence[Atom], outvars: Sequence[Var], primitive: Any, params: Mapping[str, Any], like: Eqn | None,
+    effects: Collection[str] = (),
+) -> Eqn:  # fmt: skip
+    """An equation with the source line of `like`; it has no effects of JAX."""
     info = like.source_info if like is not None else _source_info_util.new_source_info()
     ctx = like.ctx if like is not None else None
     make: Any = _core.new_jaxpr_eqn
-    return make(list(invars), list(outvars), primitive, dict(params), frozenset(), info, ctx)
+    return make(list(invars), list(outvars), primitive, dict(params), frozenset(effects), info, ctx)
 
 
 # Why: an equation is evaluated under the mesh of its trace, where axes that a shard_map leaves out are not manual.

@@ -25,8 +25,8 @@ from shardc.calls.options import UNSAID, Options, Unsaid, decorated, words
 from shardc.dataflow.round import traced_round
 from shardc.errors import ArgumentError, all_offenders
 from shardc.machine.mesh import AnyMesh, view
+from shardc.passes.accumulate.microbatches import OPENERS, holds_nnx
 from shardc.passes.trace.constants import has_hash, snapshot_of
-from shardc.passes.trace.microbatches import OPENERS, holds_nnx
 from shardc.passes.trace.pins import is_leaf_spec
 from shardc.passes.trace.trace import is_array, is_nnx, leaves_by_path, path_text, where_of
 from shardc.pipeline.options import Pipeline

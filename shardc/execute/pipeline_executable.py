@@ -157,7 +157,7 @@ class PipelineExecutable:
         self.close()
         request = self.plan.request
         pipeline = request.pipeline if request.pipeline.meshes is None else replace(request.pipeline, meshes=meshes)
-        plan = replace(self.plan, request=replace(request, mesh=whole, meshes=meshes, pipeline=pipeline))
+        plan = replace(self.plan, request=replace(request, whole=whole, meshes=meshes, pipeline=pipeline))
         moved = {id for s in plan.stages if s.rank == rank for id in s.tasks.all}
         return PipelineExecutable(plan, meshes, {i: e for i, e in self._executables.items() if i not in moved})
 

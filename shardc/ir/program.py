@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from shardc.compat import Jaxpr
+from shardc.compat import Jaxpr, Var
+
+
+@dataclass(frozen=True, slots=True)
+class Recomputation:
+    """The recomputed values of a program.
+
+    Attributes:
+      names: in the program before.
+      variables: the results of recomputing equations; for a row of a residual that residual, for others None.
+    """
+
+    names: tuple[str, ...] = ()
+    variables: Mapping[Var, Var | None] = field(default_factory=dict[Var, "Var | None"])
 
 
 @dataclass(frozen=True)
@@ -22,6 +36,7 @@ class Program:
       shared: for each loop that could be shared (`share_loops`), in order, the devices that share its rounds; empty if
         none does.
       scans: for each kind of associative scan that is in chunks (`chunk_scans`) their number.
+      for_speed, to_fit: the values that it recomputes because that is faster, and because memory is short.
       boundary: the line of a stage boundary of the function, if its marks were left out; else empty.
       passed: the name of each pass that made this program, and the jaxpr that it gave, in order.
     """
@@ -35,6 +50,8 @@ class Program:
     out_tree: Any
     shared: tuple[int, ...] = ()
     scans: tuple[tuple[str, int], ...] = ()
+    for_speed: Recomputation = Recomputation()
+    to_fit: Recomputation = Recomputation()
     boundary: str = ""
     passed: tuple[tuple[str, Jaxpr], ...] = ()
 

@@ -1,12 +1,65 @@
-"""The passes, in their order: what each takes and gives, and an example. Data alone: this file imports no pass.
+"""The passes, in their order: what each takes and gives, an example, and how those run that rewrite a program.
 
-`python -m shardc passes` prints the list, `plan.explain(after="sink_constants")` the program after one of them.
+`python -m shardc passes` prints the list, `plan.explain(after="sink_constants")` the program after one of them. No pass
+is imported before it runs.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Final
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from importlib import import_module
+from typing import Any, Final, Literal, Protocol, TypeAlias
+
+from shardc.ir.program import Program
+from shardc.machine.mesh import MeshView
+from shardc.sbp.placement import Pin
+
+Runs: TypeAlias = Literal["after a trace", "if cheaper", "before placing", "in the search"]
+"""When a pass runs: on every traced program; if the plan of what it makes is cheaper than the plan without it; on every
+program that is placed; or where the search for a plan calls it with what it has found."""
+
+
+class Choices(Protocol):
+    """The choices of a saved plan.
+
+    Attributes:
+      rewrites: the passes that run if they are cheaper and were.
+      shared: `Program.shared`.
+      recomputed_for_speed, recomputed: names of recomputed values.
+    """
+
+    @property
+    def rewrites(self) -> Sequence[str]: ...
+    @property
+    def shared(self) -> Sequence[int]: ...
+    @property
+    def recomputed_for_speed(self) -> Sequence[str]: ...
+    @property
+    def recomputed(self) -> Sequence[str]: ...
+
+
+@dataclass(frozen=True)
+class Context:
+    """The knowledge of a pass besides the program.
+
+    Attributes:
+      mesh: where the program is to be placed; None while it is traced.
+      pins: of its arguments.
+      replicate: primitives without a rule that get no signatures.
+      known: the choices of a saved plan; None: they are to be made.
+    """
+
+    mesh: MeshView | None = None
+    pins: Sequence[Pin | None] = ()
+    replicate: Sequence[str] = ()
+    known: Choices | None = None
+
+    @property
+    def view(self) -> MeshView:
+        """The mesh."""
+        assert self.mesh is not None
+        return self.mesh
 
 
 @dataclass(frozen=True)
@@ -14,11 +67,15 @@ class Pass:
     """One pass.
 
     Attributes:
-      name: of the pass, and of its function.
+      name: of the pass.
       module: where the function is.
-      takes, gives: what it reads and what it makes.
+      takes, gives: what it reads and what it makes. A pass that runs from this list and takes a program is a function
+        of (program, context) that gives a program, or several of which the cheapest is wanted; itself if it changes
+        nothing. One that takes a jaxpr is a function of that alone.
       example: before --> after.
       of: the plans that it makes: "all", "one program" or "pipelines".
+      runs: when it runs.
+      function: the name of its function, where that is not the name of the pass.
     """
 
     name: str
@@ -27,70 +84,109 @@ class Pass:
     gives: str
     example: str
     of: str = "all"
+    runs: Runs = "in the search"
+    function: str = ""
+
+    def made(self, program: Program, context: Context) -> Iterator[Program]:
+        """The programs that it makes of one; none if it changes nothing."""
+        work = getattr(import_module(self.module), self.function or self.name)
+        if self.takes == "jaxpr":
+            yield program.after(self.name, work(program.jaxpr))
+            return
+        made: Any = work(program, context)
+        yield from (p for p in ([made] if isinstance(made, Program) else made) if p is not program)
 
 
-_TRACE, _PLACE, _RECOMPUTE = "shardc.passes.trace", "shardc.passes.place", "shardc.passes.recompute"
+def run(passes: Iterable[Pass], program: Program, context: Context) -> Program:
+    """The program after these passes, in the order of the list."""
+    for p in passes:
+        program = next(p.made(program, context), program)
+    return program
+
+
+def passes_that_run(runs: Runs, of: str = "all") -> list[Pass]:
+    """The passes that run then, of all plans and of those named, in their order."""
+    return [p for p in PASSES if p.runs == runs and p.of in ("all", of)]
+
+
+def after_trace(program: Program) -> Program:
+    """A traced program after the passes that every one goes through."""
+    return run(passes_that_run("after a trace"), program, Context())
+
+
+def as_saved(program: Program, context: Context, known: Choices) -> Program:
+    """The program that a saved plan is of, from the traced one."""
+    taken = {*known.rewrites, "recompute"}
+    one = [p for p in PASSES if p.of != "pipelines" and (p.runs == "before placing" or p.name in taken)]
+    return run(one, program, replace(context, known=known))
+
+
+_REWRITE, _RECOMPUTE = "shardc.passes.rewrite", "shardc.passes.recompute"
 _CUT, _CUT_SEARCH = "shardc.pipeline.cut", "shardc.pipeline.cut_search"
 
 PASSES: Final[tuple[Pass, ...]] = (
     Pass(
         "canonicalize",
-        f"{_TRACE}.canonicalize",
+        "shardc.passes.trace.canonicalize",
         "what JAX traced",
         "one flat program",
         "y = jit[f] x --> the equations of f; z = dead(y) --> nothing",
     ),
     Pass(
         "batch_lookups",
-        f"{_TRACE}.batch_lookups",
-        "the equations of a jaxpr, while it is made canonical",
-        "equations",
+        f"{_REWRITE}.batch_lookups",
+        "program",
+        "program",
         "x[iota, i] --> gather whose dimension 0 is a batching dimension",
+        runs="after a trace",
     ),
     Pass(
         "fold_transposes",
-        f"{_TRACE}.fold_transposes",
-        "a jaxpr, while it is made canonical",
-        "a jaxpr",
+        f"{_REWRITE}.fold_transposes",
+        "jaxpr",
+        "jaxpr",
         "y = h @ transpose w --> y = dot_general that contracts the last dimensions",
+        runs="after a trace",
     ),
     Pass(
         "drop_zero_sums",
-        f"{_TRACE}.drop_zero_sums",
-        "program",
-        "program",
+        f"{_REWRITE}.drop_zero_sums",
+        "jaxpr",
+        "jaxpr",
         "scan c = c + 0 --> scan without c",
+        runs="after a trace",
     ),
     Pass(
         "sink_constants",
-        f"{_RECOMPUTE}.sink_constants",
-        "program",
-        "program",
+        f"{_REWRITE}.sink_constants",
+        "jaxpr",
+        "jaxpr",
         "m = broadcast v; scan ... m[i] --> scan ... broadcast v",
+        runs="after a trace",
     ),
     Pass(
         "compose_windows",
-        f"{_TRACE}.windows.compose_windows",
+        f"{_REWRITE}.windows.compose_windows",
         "program",
         "program",
         "q = pad x (1, 1); y = q[2:] --> y = pad x (-1, 1); concatenate x[1:] x[:1] --> join_ranges x",
-        of="one program",
+        runs="if cheaper",
     ),
     Pass(
         "chain_transforms",
-        f"{_TRACE}.chain_transforms",
+        f"{_REWRITE}.chain_transforms",
         "program, pins",
         "program",
         "fft of 3 dimensions --> fft along dimension 2, then 1, then 0",
-        of="one program",
+        runs="if cheaper",
     ),
     Pass(
         "share_loops",
-        f"{_TRACE}.share_loops",
+        f"{_REWRITE}.share_loops",
         "program, pins, mesh",
         "program",
         "scan over 8 split rows --> shard_map: each device scans its own rows",
-        of="one program",
+        runs="if cheaper",
     ),
     Pass(
         "precompute_state",
@@ -99,13 +195,16 @@ PASSES: Final[tuple[Pass, ...]] = (
         "program",
         "a key split in each microbatch --> all keys before the loop, as rows",
         of="pipelines",
+        runs="before placing",
     ),
     Pass(
         "recompute_residuals",
-        f"{_RECOMPUTE}.recompute_residuals",
+        f"{_RECOMPUTE}.recompute",
         "program, mesh",
         "program",
         "scan stacks y = f x; scan reads y --> scan stacks x; scan reads f x",
+        runs="before placing",
+        function="recompute_for_speed",
     ),
     Pass(
         "split_scans",
@@ -140,30 +239,24 @@ PASSES: Final[tuple[Pass, ...]] = (
         of="pipelines",
     ),
     Pass(
-        "pin_entries",
-        "shardc.plan.borders",
-        "program, what is known of its arguments",
-        "program",
-        "f x, where x arrives elsewhere than pinned --> f constrain[pin] x",
-    ),
-    Pass(
         "recompute",
         f"{_RECOMPUTE}.recompute",
         "program, a memory limit",
         "program",
         "y = f x; ...; z = g y --> y = f x; ...; z = g (f x)",
         of="one program",
+        function="recompute_again",
     ),
     Pass(
         "insert_boxing",
-        f"{_PLACE}.insert_boxing",
+        "shardc.passes.place.insert_boxing",
         "program, a placement for each value",
         "boxed program",
         "y = f x --> x' = box[src dst] x; y = f x'",
     ),
     Pass(
         "offload",
-        f"{_RECOMPUTE}.offload",
+        "shardc.passes.memory.offload",
         "boxed program, values that live on the host",
         "boxed program",
         "m' = f m --> d = memory_move[device] m; e = f d; m' = memory_move[host] e",

@@ -10,10 +10,9 @@ from typing import Any, NamedTuple
 from shardc import compat
 from shardc.errors import PipelineError, StageMemoryError, all_offenders
 from shardc.ir.program import Program
-from shardc.passes.recompute.recompute import recompute_for_speed
+from shardc.passes import passes_that_run, run
 from shardc.pipeline.cut.cut_loop import find_loop
 from shardc.pipeline.cut.cut_stages import Cut, cut_stages
-from shardc.pipeline.cut.precompute_state import precompute_state
 from shardc.pipeline.cut_search.auto_stages import Wanted, cut_automatically
 from shardc.pipeline.cut_search.split_scans import Pieces, whole_program
 from shardc.pipeline.memory import working_bytes
@@ -57,8 +56,8 @@ def make_pipeline_plan(request: PipelineRequest) -> MpmdPlan:
       PipelineError: the program cannot be cut so, the schedule cannot be or can deadlock, or a rank's devices are too
         small.
     """
-    program, for_speed = recompute_for_speed(precompute_state(request.program), request.views[0])
-    stacks = {v for v in for_speed.variables.values() if v is not None}
+    program = run(passes_that_run("before placing", "pipelines"), request.program, request.context)
+    stacks = {v for v in program.for_speed.variables.values() if v is not None}
     note = f"Recomputed for speed: {len(stacks)} values that loops would keep."
     return _Search(replace(request, program=program, notes=(*request.notes, *[note] * bool(stacks)))).run()
 
@@ -199,7 +198,7 @@ def _stages_of(
         again = {*_recomputed(pipeline, count, where), *recompute}
         cut = cut_stages(pieces.program, count, where, recompute=again, split=draft.splits_backward)
         arguments, results = arguments_of(request, pieces), results_of(request, pieces)
-        placer = StagePlacer(cut, draft.rank_of, request.views, arguments, results)
+        placer = StagePlacer(cut, draft.rank_of, request, arguments, results)
         schedule = _schedule(placer.place({}), cut, ranks, pipeline)
         if not cut.body.backward or schedule.splits_backward == draft.splits_backward:
             break

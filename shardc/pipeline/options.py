@@ -9,10 +9,8 @@ from typing import Any
 from jax.sharding import AbstractMesh, Mesh
 
 from shardc.errors import PipelineError
-from shardc.ir.program import Program
 from shardc.machine.mesh import AnyMesh, MeshView, view
-from shardc.plan.request import Argument, ArgumentsTree
-from shardc.sbp.placement import Pin
+from shardc.plan.request import Request
 
 
 @dataclass(frozen=True)
@@ -54,35 +52,25 @@ class Pipeline:
             )
 
 
-@dataclass(frozen=True)
-class PipelineRequest:
-    """A request for the plan of a pipeline.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PipelineRequest(Request):
+    """A request for the plan of a pipeline: its program has its marks, its mesh is that of the first rank, and its pins
+    keep all axes, as ranks may have other idle ones.
 
     Attributes:
-      program: traced with its marks.
-      mesh: the whole mesh.
+      whole: the mesh of all ranks together.
       meshes: of each rank.
-      arguments: what is known of each input.
-      results: what the user said of each result.
       pipeline: how it is run.
-      where: the function, for errors.
-      notes: lines for `explain`.
-      tree: structure of the arguments of a call.
-      avoids: what a plan has only if it must, as in `MeshView`.
     """
 
-    program: Program
-    mesh: AnyMesh
+    whole: AnyMesh
     meshes: Sequence[AnyMesh]
-    arguments: Sequence[Argument]
-    results: Sequence[Pin | None]
     pipeline: Pipeline
-    where: str
-    notes: tuple[str, ...] = ()
-    tree: ArgumentsTree | None = None
-    avoids: frozenset[tuple[str, str]] = frozenset()
+
+    def __post_init__(self) -> None:
+        """Nothing: the request of each stage leaves the idle axes of its mesh out."""
 
     @property
     def views(self) -> tuple[MeshView, ...]:
         """The planner's view of each rank's mesh."""
-        return tuple(replace(view(m), avoids=self.avoids) for m in self.meshes)
+        return tuple(replace(view(m), avoids=self.mesh.avoids) for m in self.meshes)

@@ -14,12 +14,17 @@ from shardc.ir.program import Program
 from shardc.ir.transfer import is_transfer, transfer_number
 from shardc.machine.mesh import MeshView
 from shardc.pipeline.cut.cut_stages import Cut, StageProgram
-from shardc.pipeline.cut.split_tasks import StageTasks, split_tasks
+from shardc.pipeline.cut.split_tasks import StageTasks, is_loop, split_tasks
+from shardc.pipeline.options import PipelineRequest
+from shardc.pipeline.schedule.action import TaskId
+from shardc.plan.forbid import avoided_seconds
 from shardc.plan.make import Placing
 from shardc.plan.names import ValueName, names_of
-from shardc.plan.plan import SpmdPlan
+from shardc.plan.plan import SpmdPlan, copied
 from shardc.plan.request import Argument, Request
+from shardc.plan.rewrites import Compared, compare
 from shardc.sbp.placement import Pin, Placement
+from shardc.solver import ROUNDING
 
 
 @dataclass(frozen=True)
@@ -50,26 +55,44 @@ class Stage:
         return {v: found[resident] for resident, v in kept} | found
 
 
+@dataclass(frozen=True, eq=False)
+class _Candidate:
+    """A stage with its program, as it was cut or rewritten, that is to be placed."""
+
+    stage: StageProgram
+    placing: Placing
+
+    @property
+    def seconds(self) -> float:
+        """Of the cheapest plan, with those of what is avoided."""
+        plan = self.placing.plan
+        return plan.seconds + avoided_seconds(plan.parts)
+
+    def is_cheaper(self, other: _Candidate) -> bool:
+        """Whether it takes less time by more than rounding."""
+        return self.seconds < other.seconds * (1 - ROUNDING)
+
+
 class StagePlacer:
     """Plans the stages of a cut in order. The placements of values that cross are pinned for the later stages.
 
     Args:
       cut: the stages.
       rank_of: the rank of each stage.
-      views: the mesh of each rank.
-      arguments, results: pins and arrivals of each input of the program, and pins of each result.
+      request: for the pipeline.
+      arguments, results: pins and arrivals of each input of the cut program, and pins of each result.
     """
 
     def __init__(
-        self, cut: Cut, rank_of: Sequence[int], views: Sequence[MeshView], arguments: Sequence[Argument],
+        self, cut: Cut, rank_of: Sequence[int], request: PipelineRequest, arguments: Sequence[Argument],
         results: Sequence[Pin | None],
     ) -> None:  # fmt: skip
-        self._cut, self._rank_of, self._views = cut, tuple(rank_of), tuple(views)
+        self._cut, self._rank_of, self._request, self._views = cut, tuple(rank_of), request, request.views
         self._arguments, self._results = arguments, results
         self._readers = Counter(
             (rank, i) for s, rank in zip(cut.stages, self._rank_of, strict=True) for i in s.arguments
         )
-        self._placings: dict[tuple[int, frozenset[tuple[int, Placement]]], Placing] = {}
+        self._compared: dict[tuple[int, frozenset[tuple[int, Placement]]], Compared[_Candidate]] = {}
         self._stages: dict[tuple[int, frozenset[tuple[int, Placement]], int | None], Stage] = {}
 
     def place(self, limits: Mapping[int, int]) -> list[Stage]:
@@ -99,24 +122,58 @@ class StagePlacer:
 
     def _place(self, s: StageProgram, known: frozenset[tuple[int, Placement]], limit: int | None) -> Stage:
         rank = self._rank_of[s.stage]
-        mine = self._views[rank]
-        if (s.stage, known) not in self._placings:
-            homes = self._cut.homes
-            arguments = [
-                replace(self._arguments[i], donated=self._arguments[i].donated and homes[i] == s.stage)
-                for i in s.arguments
-            ]
-            program = _pinned(s.program, {n: Pin(p) for n, p in known})
-            results = [self._results[i] for i in s.results]
-            request = Request(program, mine, arguments, results, forbids=bool(mine.avoids))
-            self._placings[s.stage, known] = Placing.of(request)
-        placing = self._placings[s.stage, known]
-        plan = placing.plan if limit is None else placing.nearest(limit)
+        if (s.stage, known) not in self._compared:
+            self._compared[s.stage, known] = self._candidates(s, {n: Pin(p) for n, p in known})
+        compared = self._compared[s.stage, known]
+        plans = {c: c.placing.plan if limit is None else c.placing.nearest(limit) for c in compared.found}
+        best = compared.best
+        if limit is not None:
+            best = min(plans, key=lambda c: (max(0, plans[c].memory.peak - limit), plans[c].seconds))
+        plan, s = copied(plans[best], SpmdPlan, trials=compared.trials), best.stage
         shared = [n for n, i in enumerate(s.arguments) if self._readers[rank, i] > 1]
-        return Stage(s.stage, rank, mine, plan, split_tasks(s, plan, shared), s)
+        return Stage(s.stage, rank, self._views[rank], plan, split_tasks(s, plan, shared), s)
+
+    def _candidates(self, s: StageProgram, pins: Mapping[int, Pin]) -> Compared[_Candidate]:
+        """The stage as it was cut, and rewritten, with the known placements of its transfers' other ends."""
+        homes, mesh = self._cut.homes, self._views[self._rank_of[s.stage]]
+        arguments = [
+            replace(self._arguments[i], donated=self._arguments[i].donated and homes[i] == s.stage) for i in s.arguments
+        ]
+        results = [self._results[i] for i in s.results]
+        request = Request(
+            s.program, mesh, arguments, results, replicate=self._request.replicate, forbids=bool(mesh.avoids)
+        )
+
+        def candidate(asked: Request) -> _Candidate | None:
+            stage = s if asked.program is s.program else rewritten_stage(s, asked.program)
+            program = pin_transfers(asked.program, pins)
+            return stage and _Candidate(stage, Placing.of(replace(asked, program=program)))
+
+        return compare(request, candidate, lambda c: c.seconds, _Candidate.is_cheaper)
 
 
-def _pinned(program: Program, pins: Mapping[int, Pin]) -> Program:
+def rewritten_stage(s: StageProgram, program: Program) -> StageProgram | None:
+    """The stage with a rewritten program; None if this has lost the loop over microbatches. A new operation belongs to
+    the first task that reads it."""
+    loop = next((e for e in program.jaxpr.eqns if e.primitive.name == "scan" and is_loop(e, s)), None)
+    if loop is None:
+        return None if s.tasks else replace(s, program=program)
+    body, tasks, read = bodies_of(loop)[0].eqns, dict(s.tasks), dict[Var, TaskId]()
+    for eqn in reversed(body):
+        at = [known[v] for known in (tasks, read) for v in eqn.outvars if v in known]
+        for v in eqn.outvars if at else ():
+            tasks.setdefault(v, min(at))
+        for a in compat.variables(eqn.invars) if at else ():
+            read[a] = min(*at, read.get(a, at[0]))
+    first = min(tasks.values())
+    for eqn in body:  # what is read outside of the loop alone
+        at = max((tasks[a] for a in compat.variables(eqn.invars) if a in tasks), default=first)
+        for v in eqn.outvars:
+            tasks.setdefault(v, at)
+    return replace(s, program=program, tasks=tasks)
+
+
+def pin_transfers(program: Program, pins: Mapping[int, Pin]) -> Program:
     """The program with the known placements of its transfers' other ends as pins."""
 
     def pin(eqn: Eqn) -> Eqn:

@@ -104,11 +104,11 @@ class MpmdPlan:
     @property
     def whole_mesh(self) -> AnyMesh:
         """The mesh of all ranks together, as it was given."""
-        return self.request.mesh
+        return self.request.whole
 
     @cached_property
     def mesh(self) -> MeshView:
-        return view(self.request.mesh)
+        return view(self.request.whole)
 
     @property
     def network(self) -> Network:

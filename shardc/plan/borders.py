@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shardc import compat
+from shardc.compat import Jaxpr
 from shardc.ir.constrain import constrain_p
 from shardc.ir.program import Program
 from shardc.ir.walk import renamed, with_atoms
@@ -78,30 +79,15 @@ def may_replace(program: Program, ties: Sequence[int | None]) -> dict[int, int]:
     return {k: tie for k, (tie, aval) in results if tie is not None and arguments[tie].dtype == aval.dtype}
 
 
-def pin_entries(program: Program, arguments: Sequence[Argument]) -> Program:
-    """Constrain arguments that arrive with another placement than their pin: `f x --> f constrain[pin] x`."""
-    moved: dict[compat.Var, compat.Var] = {}
-    eqns: list[compat.Eqn] = []
-    for var, a in zip(program.jaxpr.invars, arguments, strict=False):
-        if moves(a):
-            moved[var] = compat.fresh_var(var.aval)
-            eqns.append(compat.new_eqn([var], [moved[var]], constrain_p, {"pin": a.pin}, None))
+def _with_entries(jaxpr: Jaxpr, arguments: Sequence[Argument]) -> Jaxpr:
+    """The program that constrains arguments which arrive elsewhere than pinned: `f x --> f constrain[pin] x`."""
+    moved = {v: compat.fresh_var(v.aval) for v, a in zip(jaxpr.invars, arguments, strict=False) if moves(a)}
     if not moved:
-        return program
-
-    body = [with_atoms(e, moved) for e in program.jaxpr.eqns]
-    jaxpr = compat.new_jaxpr(program.jaxpr.invars, renamed(program.jaxpr.outvars, moved), [*eqns, *body], program.jaxpr)
-    return program.after("pin_entries", jaxpr)
-
-
-def without_entries(program: Program, arguments: Sequence[Argument]) -> Program:
-    """The inverse of `pin_entries`: `f constrain[pin] x --> f x`."""
-    count = sum(map(moves, arguments))
-    moved = {e.outvars[0]: e.invars[0] for e in program.jaxpr.eqns[:count]}
-
-    eqns = [with_atoms(e, moved) for e in program.jaxpr.eqns[count:]]
-    jaxpr = compat.new_jaxpr(program.jaxpr.invars, renamed(program.jaxpr.outvars, moved), eqns, program.jaxpr)
-    return program.after("without_entries", jaxpr)
+        return jaxpr
+    pins = dict(zip(jaxpr.invars, (a.pin for a in arguments), strict=False))
+    entries = [compat.new_eqn([v], [inside], constrain_p, {"pin": pins[v]}, None) for v, inside in moved.items()]
+    body = [with_atoms(e, moved) for e in jaxpr.eqns]
+    return compat.new_jaxpr(jaxpr.invars, renamed(jaxpr.outvars, moved), [*entries, *body], jaxpr)
 
 
 def problem_of(request: Request, ties: Sequence[int | None]) -> Problem:
@@ -113,7 +99,8 @@ def problem_of(request: Request, ties: Sequence[int | None]) -> Problem:
         others = [replace(a, donated=i not in ties and not moves(a)) for i, a in enumerate(request.arguments)]
         back = match_donated(program, others)
     outputs = [Requirement(*asked) for asked in zip(request.results, ties, back, strict=True)]
-    return build_problem(program.jaxpr, inputs, outputs, program.in_paths, program.out_paths, request.mesh.idle)
+    jaxpr = _with_entries(program.jaxpr, request.arguments)
+    return build_problem(jaxpr, inputs, outputs, program.in_paths, program.out_paths, request.mesh.idle)
 
 
 def moves(a: Argument) -> bool:

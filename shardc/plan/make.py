@@ -11,30 +11,22 @@ from shardc import compat
 from shardc.ir.box import Boxed
 from shardc.ir.program import Program
 from shardc.machine.mesh import MeshView
+from shardc.passes import passes_that_run, run
 from shardc.passes.estimate.backend import Backend, backend_of
 from shardc.passes.place.insert_boxing import insert_boxing
 from shardc.passes.place.memory_limit import LimitResult, LimitSearch, Trial
 from shardc.passes.place.place import Placed, Placer
-from shardc.passes.recompute.recompute import (
-    Recomputation,
-    RecomputeChoice,
-    RecomputeOptions,
-    recompute,
-    recompute_for_speed,
-    recomputed,
-)  # fmt: skip
-from shardc.plan.borders import match_donated, may_replace, moves, pin_entries, problem_of
+from shardc.passes.recompute.recompute import RecomputeChoice, RecomputeOptions, recompute_to_fit, recomputed
+from shardc.plan.borders import match_donated, may_replace, moves, problem_of
 from shardc.plan.forbid import avoided_seconds
 from shardc.plan.offload import most_freed, offloaded_within, with_named
 from shardc.plan.plan import SpmdPlan, Unlimited, copied
 from shardc.plan.request import Argument, Request
-from shardc.plan.rewrites import REWRITES, RewriteTrial
+from shardc.plan.rewrites import Compared, RewriteTrial, compare
 from shardc.plan.uneven import uneven_results
 from shardc.sbp.placement import REPLICATED, Pin
 from shardc.solver import ROUNDING, Assignment, relative_gap
 from shardc.solver.within_limit import BUDGET, GOOD_ENOUGH, CheapestThatFits
-
-NOTHING: Final = Recomputation()
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,14 +50,7 @@ class DoesNotFit:
 
 def make_plan(request: Request) -> SpmdPlan | DoesNotFit:
     """The cheapest plan that was found within the request's limit, of the program and of what rewrites make of it."""
-    first = _plan_as_written(request)
-    compared = _Compared(request, first, (first,))
-    for rewrite in REWRITES:
-        given, before = compared.request, compared.best
-        for program in rewrite.programs(given, None):
-            other = replace(given, program=program)
-            compared = compared.beside(rewrite.name, other, _plan_as_written(other), before)
-    compared = compared.with_residuals_kept()
+    compared = _or_with_residuals_kept(compare(request, _plan_as_written, lambda p: _cost(p)[0], _is_cheaper))
     best, trials = compared.best, compared.trials
     if isinstance(best, DoesNotFit):
         return best
@@ -80,41 +65,15 @@ def make_plan(request: Request) -> SpmdPlan | DoesNotFit:
     return best if uneven is None else copied(best, SpmdPlan, uneven=uneven)
 
 
-@dataclass(frozen=True, eq=False)
-class _Compared:
-    """The best of the plans that were made of one request's program and of rewritten ones.
-
-    Attributes:
-      request: the one that the best plan is of.
-      best: that plan.
-      found: all plans.
-      trials: the rewrites that were planned.
-    """
-
-    request: Request
-    best: SpmdPlan | DoesNotFit
-    found: tuple[SpmdPlan | DoesNotFit, ...]
-    trials: tuple[RewriteTrial, ...] = ()
-
-    def beside(
-        self, name: str, request: Request, found: SpmdPlan | DoesNotFit, before: SpmdPlan | DoesNotFit
-    ) -> _Compared:
-        """The better one of the best plan and that of a rewritten program; `before` is the plan without the rewrite."""
-        taken = _is_cheaper(found, self.best)
-        trials = (*self.trials, RewriteTrial(name, _cost(found)[0], _cost(before)[0], taken))
-        kept = (request, found) if taken else (self.request, self.best)
-        return _Compared(*kept, (*self.found, found), trials)
-
-    def with_residuals_kept(self) -> _Compared:
-        """The better one of the best plan and that which recomputes no residuals of loops, if it recomputes some."""
-        if isinstance(self.best, DoesNotFit) or self.best.recomputed_for_speed is None:
-            return self
-        kept = _plan_as_written(self.request, keeps=True)
-        better = _is_cheaper(kept, self.best)
-        trial = RewriteTrial("recompute_residuals", self.best.seconds, _cost(kept)[0], taken=not better)
-        return _Compared(
-            self.request, kept if better else self.best, (*self.found, kept), (*self.trials, trial)
-        )  # fmt: skip
+def _or_with_residuals_kept(compared: Compared[SpmdPlan | DoesNotFit]) -> Compared[SpmdPlan | DoesNotFit]:
+    """The comparison with the plan that recomputes no residuals of loops, if the best one recomputes some."""
+    request, best = compared.request, compared.best
+    if isinstance(best, DoesNotFit) or best.recomputed_for_speed is None:
+        return compared
+    kept = _plan_as_written(request, keeps=True)
+    better = _is_cheaper(kept, best)
+    trial = RewriteTrial("recompute_residuals", best.seconds, _cost(kept)[0], taken=not better)
+    return Compared(request, kept if better else best, (*compared.found, kept), (*compared.trials, trial))
 
 
 def _is_cheaper(found: SpmdPlan | DoesNotFit, other: SpmdPlan | DoesNotFit) -> bool:
@@ -148,8 +107,9 @@ def _least_seconds(found: SpmdPlan | DoesNotFit) -> float:
 def _plan_as_written(request: Request, keeps: bool = False) -> SpmdPlan | DoesNotFit:
     """The cheapest plan that was found for one program, which recomputes residuals of loops for speed; none if it
     `keeps` them."""
-    program, for_speed = (request.program, NOTHING) if keeps else recompute_for_speed(request.program, request.mesh)
-    placing = Placing.of(replace(request, program=program), for_speed)
+    if not keeps:
+        request = replace(request, program=run(passes_that_run("before placing"), request.program, request.context))
+    placing = Placing.of(request)
     return placing.plan if request.limit is None else placing.within(request.limit)
 
 
@@ -157,24 +117,22 @@ def _plan_as_written(request: Request, keeps: bool = False) -> SpmdPlan | DoesNo
 class Placing:
     """A program that is to be placed on a mesh: once wherever is cheapest, then within any limits on memory."""
 
-    traced: Program
     search: _Search
 
     @classmethod
-    def of(cls, request: Request, for_speed: Recomputation = NOTHING) -> Placing:
+    def of(cls, request: Request) -> Placing:
         program = request.program
         arguments = [*request.arguments, *[Argument()] * (len(program.in_paths) - len(request.arguments))]
-        entered = pin_entries(program, arguments)
-        ties = match_donated(entered, arguments)
+        ties = match_donated(program, arguments)
         wanted: list[Pin | None] = []
-        for pin, tie, var in zip(request.results, ties, entered.jaxpr.outvars, strict=True):
+        for pin, tie, var in zip(request.results, ties, program.jaxpr.outvars, strict=True):
             if pin is None and tie is None and compat.is_literal(var):
                 pin = Pin(REPLICATED)
             if pin is None and tie is not None and moves(arguments[tie]):
                 pin = arguments[tie].pin  # where the next call wants it
             wanted.append(pin)
-        asked = replace(request, program=entered, arguments=tuple(arguments), results=tuple(wanted))
-        return cls(program, _Search(asked, tuple(ties), for_speed))
+        asked = replace(request, arguments=tuple(arguments), results=tuple(wanted))
+        return cls(_Search(asked, tuple(ties)))
 
     @property
     def plan(self) -> SpmdPlan:
@@ -198,7 +156,7 @@ class Placing:
         whole, request = _Within(self.search, limit), self.search.request
         if whole.fits:
             return self.plan
-        fitting = _Fitting(whole, self.traced)
+        fitting = _Fitting(whole)
         fitting.on_device()
         best = fitting.found.best
         if request.offload == "auto" or (request.offload == "never" and best is None):
@@ -217,7 +175,6 @@ class _Fitting:
 
     Args:
       whole: the program that keeps all that it does without the limit.
-      traced: the same without equations added in front.
 
     Attributes:
       found: the plans that were made.
@@ -225,8 +182,8 @@ class _Fitting:
       fitted: for those that were searched with prices on memory, the results.
     """
 
-    def __init__(self, whole: _Within, traced: Program) -> None:
-        self.whole, self.traced, self.limit = whole, traced, whole.limit
+    def __init__(self, whole: _Within) -> None:
+        self.whole, self.limit = whole, whole.limit
         self.found = CheapestThatFits[SpmdPlan](self.limit, lambda p: p.memory.peak, _priced)
         self.missed, self.fitted = [whole], dict[_Within, LimitResult]()
 
@@ -292,7 +249,7 @@ class _Fitting:
                 wanted = math.inf
                 continue
             tried.append(choice)
-            trial = _Within(self.whole.search.recomputing(choice, self.traced), limit)
+            trial = _Within(self.whole.search.recomputing(choice), limit)
             if trial.fits:
                 self.found.add(trial.plan)
                 high = min(wanted, options.most)
@@ -326,13 +283,10 @@ that an attempt has to free, or else the recomputed values fill another point of
 
 @dataclass(frozen=True, eq=False)
 class _Search:
-    """The plans of one program: as it is, or as it recomputes values to save memory. It may have some that are
-    recomputed `for_speed` anyway."""
+    """The plans of one program: as it is, or as it recomputes values to save memory."""
 
     request: Request
     ties: tuple[int | None, ...]
-    for_speed: Recomputation
-    recomputation: Recomputation = NOTHING
     bound: float = math.inf
 
     @property
@@ -343,12 +297,11 @@ class _Search:
     def mesh(self) -> MeshView:
         return self.request.mesh
 
-    def recomputing(self, choice: RecomputeChoice, traced: Program) -> _Search:
+    def recomputing(self, choice: RecomputeChoice) -> _Search:
         """The search for the program that recomputes the chosen values. The cost bound of the program that keeps them
         limits its own bound from above."""
-        jaxpr, recomputation = recompute(self.program.jaxpr, choice, traced.jaxpr)
-        request = replace(self.request, program=self.program.after("recompute", jaxpr))
-        return replace(self, request=request, recomputation=recomputation, bound=self.cheapest.bound)
+        request = replace(self.request, program=recompute_to_fit(self.program, choice))
+        return replace(self, request=request, bound=self.cheapest.bound)
 
     @cached_property
     def backend(self) -> Backend:
@@ -379,8 +332,8 @@ class _Search:
             self.program, self.mesh, boxed, tuple(placed.ports[n][-1] for n in problem.sources),
             tuple(placed.ports[n][0] for n in problem.sinks), self.ties, request=self.request,
             gap=gap if math.isfinite(gap) else None,
-            recomputed=recomputed(boxed, self.mesh, self.backend, self.recomputation),
-            recomputed_for_speed=recomputed(boxed, self.mesh, self.backend, self.for_speed),
+            recomputed=recomputed(boxed, self.mesh, self.backend, self.program.to_fit),
+            recomputed_for_speed=recomputed(boxed, self.mesh, self.backend, self.program.for_speed),
         )  # fmt: skip
         return with_named(plan, on_host)
 

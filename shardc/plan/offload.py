@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from shardc.passes.estimate.backend import backend_of
 from shardc.passes.estimate.plan_cost import plan_cost
-from shardc.passes.recompute.offload import HostChoice, OffloadOptions, offload
+from shardc.passes.memory.offload import HostChoice, OffloadOptions, offload
 from shardc.passes.recompute.recompute_residuals import find_residuals
 from shardc.passes.trace.pins import matcher
 from shardc.plan.plan import Offloaded, SpmdPlan

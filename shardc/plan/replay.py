@@ -14,18 +14,18 @@ from shardc.ir.box import Boxed
 from shardc.ir.program import Program
 from shardc.ir.walk import all_eqns
 from shardc.machine.mesh import MeshView
+from shardc.passes import as_saved
 from shardc.passes.estimate.backend import backend_of
 from shardc.passes.place.domain import Domains
 from shardc.passes.place.insert_boxing import insert_boxing
 from shardc.passes.place.place import Placed
 from shardc.passes.place.problem import Node, Problem
-from shardc.passes.recompute.recompute import choice_named, recompute, recomputed
-from shardc.plan.borders import match_donated, moves, pin_entries, problem_of
+from shardc.passes.recompute.recompute import recomputed
+from shardc.plan.borders import match_donated, moves, problem_of
 from shardc.plan.digest import digests
 from shardc.plan.offload import with_names
 from shardc.plan.plan import SpmdPlan
 from shardc.plan.request import Argument, Request
-from shardc.plan.rewrites import rewritten
 from shardc.plan.rows import Row, operation_text, placement_word, ports_in, rows_before_placing
 from shardc.plan.saved_plan import SavedLeaf, SavedPlan
 from shardc.sbp.placement import Pin, Placement
@@ -41,18 +41,15 @@ def replay(saved: SavedPlan, request: Request) -> SpmdPlan:
       ArgumentError: the program or the mesh is another one, and all that differs is named; or a pin of the function is
         not kept; or the file was changed so that it is no plan.
     """
-    pinned = {path: saved.arguments[path].placement for path in saved.pinned if path in saved.arguments}
-    request = rewritten(request, saved.rewrites, saved.shared, pinned)
-    program, mesh = request.program, request.mesh
-    where = f"{saved.name} is not a plan of {program.name} as it is called"
+    pins = {path: Pin(saved.arguments[path].placement) for path in saved.pinned if path in saved.arguments}
+    mesh, context = request.mesh, replace(request.context, pins=list(map(pins.get, request.program.in_paths)))
+    where = f"{saved.name} is not a plan of {request.program.name} as it is called"
     if saved.rows is None:
         raise ArgumentError(
             f"{saved.name} holds the borders of a pipeline's plan alone; pin them, with "
             "in_placements=shardc.load_plan(...).in_placements, and leave plan= out."
         )
-    jaxpr, for_speed = recompute(program.jaxpr, choice_named(program.jaxpr, saved.recomputed_for_speed))
-    jaxpr, recomputation = recompute(jaxpr, choice_named(jaxpr, saved.recomputed))
-    program = program.after("recompute", jaxpr)
+    program = as_saved(request.program, context, saved)
     wrong = _differences(saved, program, mesh) + _pins_not_kept(saved, program, request)
     if wrong:
         raise ArgumentError(
@@ -62,7 +59,6 @@ def replay(saved: SavedPlan, request: Request) -> SpmdPlan:
     arguments = [*request.arguments, *[Argument()] * (len(leaves) - len(request.arguments))]
     pinned = [replace(a, pin=Pin(p.placement, said=saved.name)) for a, p in zip(arguments, leaves, strict=True)]
     ends = [Pin(leaf.placement, said=saved.name) for leaf in saved.results.values()]
-    program = pin_entries(program, pinned)
     ties = match_donated(program, pinned)
     asked = replace(request, program=program, arguments=tuple(pinned), results=tuple(ends))
     boxed = _boxed(saved, asked, problem_of(asked, ties))
@@ -70,8 +66,8 @@ def replay(saved: SavedPlan, request: Request) -> SpmdPlan:
     plan = SpmdPlan(
         program, mesh, boxed, tuple(boxed.placements[v] for v in boxed.jaxpr.invars),
         tuple(p.placement for p in ends), tuple(ties), request=asked, gap=saved.gap,
-        recomputed=recomputed(boxed, mesh, backend, recomputation),
-        recomputed_for_speed=recomputed(boxed, mesh, backend, for_speed),
+        recomputed=recomputed(boxed, mesh, backend, program.to_fit),
+        recomputed_for_speed=recomputed(boxed, mesh, backend, program.for_speed),
     )  # fmt: skip
     plan = with_names(plan, saved.offloaded, f"as in {saved.name}")
     if math.isclose(plan.seconds, saved.seconds, rel_tol=1e-9):
@@ -168,7 +164,7 @@ def _boxed(saved: SavedPlan, asked: Request, problem: Problem) -> Boxed:
     Raises:
       ArgumentError: the file was changed so that it is no plan.
     """
-    wrong, jaxpr = f"{saved.name} was changed so that it is no plan:", asked.program.jaxpr
+    wrong, jaxpr = f"{saved.name} was changed so that it is no plan:", problem.scope.jaxpr
     leaves = [*saved.arguments.values(), *saved.captured]
     ends = zip([*leaves, *saved.results.values()], [*asked.program.in_avals, *asked.program.out_avals], strict=True)
     words = [placement_word(p) for (_, p), aval in ends if not _is_possible(p, len(aval.shape), asked.mesh)]

@@ -10,6 +10,7 @@ import jax
 
 from shardc.ir.program import Program
 from shardc.machine.mesh import MeshView
+from shardc.passes import Context
 from shardc.sbp.placement import Pin, Placement
 
 Offload: TypeAlias = Literal["never", "auto"] | tuple[str, ...]
@@ -113,6 +114,11 @@ class Request:
     replicate: tuple[str, ...] = ()
     forbids: bool = False
     offload: Offload = "never"
+
+    @property
+    def context(self) -> Context:
+        """The knowledge that passes have of it."""
+        return Context(self.mesh, [a.pin for a in self.arguments], self.replicate)
 
     @property
     def on_host(self) -> tuple[str, ...]:

@@ -15,11 +15,12 @@ from typing import Any, Final, NamedTuple
 
 from shardc import compat
 from shardc.errors import ArgumentError
+from shardc.ir.constrain import constrain_p
 from shardc.ir.program import Program
 from shardc.ir.walk import short_aval
 from shardc.machine.mesh import MeshView
 from shardc.passes.trace.pins import Rules
-from shardc.plan.borders import moves, without_entries
+from shardc.plan.borders import moves
 from shardc.plan.digest import digests
 from shardc.plan.plan import SpmdPlan
 from shardc.plan.rewrites import rewrites_of
@@ -106,11 +107,10 @@ class SavedPlan:
 def record(plan: SpmdPlan) -> SavedPlan:
     """The saved form of a plan."""
     jaxpr, placements = plan.all_on_device.jaxpr, plan.all_on_device.placements
-    entries = plan.program.jaxpr.eqns[: sum(map(moves, plan.arguments))]
-    entered = {e.invars[0]: placements[e.outvars[0]] for e in entries}
-    inputs = [entered.get(v, p) for v, p in zip(jaxpr.invars, plan.inputs, strict=True)]
-    program = without_entries(plan.program, plan.arguments)
-    borders = record_borders(program, plan.mesh, inputs, plan.outputs, plan.seconds, plan.gap)
+    entries = [e for e in jaxpr.eqns if e.primitive is constrain_p][: sum(map(moves, plan.arguments))]
+    entered = zip((i for i, a in enumerate(plan.arguments) if moves(a)), entries, strict=True)
+    inputs = dict(enumerate(plan.inputs)) | {i: placements[e.outvars[0]] for i, e in entered}
+    borders = record_borders(plan.program, plan.mesh, list(inputs.values()), plan.outputs, plan.seconds, plan.gap)
     pins = zip(borders.arguments, plan.arguments, strict=False)
     return replace(
         borders, pinned=tuple(path for path, a in pins if a.pin is not None) if borders.rewrites else (),

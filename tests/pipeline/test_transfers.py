@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import pytest
 
 import shardc
 from shardc import S
@@ -48,3 +50,51 @@ def test_a_sum_over_stages_has_the_line_that_it_comes_from():
     )
     (norm,) = [t for t in plan.transfers if t.value == "f32[]" and t.source == 1]
     assert norm.line.startswith("test_transfers.py:")
+
+
+def stencil(x):
+    padded = jnp.pad(x, ((0, 0), (1, 1)))
+    return padded[:, :-2] + 2 * padded[:, 1:-1] + padded[:, 2:]
+
+
+def transformed(x):
+    grid = x.reshape(len(x), 64, 64)
+    return jnp.fft.irfft2(2 * jnp.fft.rfft2(grid)).reshape(x.shape)
+
+
+REWRITTEN = {
+    "a stencil": (stencil, "compose_windows", 200),
+    "roll": (lambda x: jnp.roll(x, 1, 1), "compose_windows", 200),
+    "a transform of two dimensions": (transformed, "chain_transforms", None),
+    "a loop over rows": (lambda x: jax.lax.map(lambda c: jnp.sin(c) * c.sum(), x.T).T, "share_loops", None),
+}
+"""Of a stage: a function, the pass that rewrites it, and the most bytes that both stages send then."""
+
+
+@pytest.mark.sampled
+@pytest.mark.plans_eagerly
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("name", REWRITTEN)
+def test_stages_are_rewritten_as_whole_programs_are(name, recompute):
+    """Regression: a stencil in two stages sent whole arrays where one program sends borders."""
+    fn, rewrite, most = REWRITTEN[name]
+
+    def model(w, x):
+        x = shardc.stage_boundary(fn(jnp.tanh(x * w[0])))
+        return jnp.mean(fn(jnp.tanh(x * w[1])) ** 2)
+
+    def step(w, x):
+        return shardc.accumulate(jax.value_and_grad(model), microbatches=4)(w, x)
+
+    w, x = jnp.float32([0.7, 0.3]), np.linspace(-1, 1, 4 * 4096, dtype=np.float32).reshape(4, 4096)
+    exe = shardc.function(
+        step, mesh=shardc.make_mesh(pipe=2, data=4), in_placements={"x": {"data": S(1)}, "w": {}},
+        pipeline=shardc.Pipeline(recompute=recompute),
+    ).compile(w, x)  # fmt: skip
+    assert exe.audit().ok
+    for got, want in zip(jax.tree.leaves(exe(w, x)), jax.tree.leaves(jax.jit(step)(w, x)), strict=True):
+        np.testing.assert_allclose(np.asarray(got), want, rtol=1e-4, atol=1e-6)
+    plans = [s.plan for s in exe.plan.stages]
+    taken = {t.taken for p in plans for t in p.trials if t.name == rewrite}
+    assert taken and (True in taken) == any(rewrite in dict(p.program.passed) for p in plans)
+    assert most is None or sum(c.bytes for c in exe.plan.collectives) < most

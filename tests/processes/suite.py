@@ -21,7 +21,7 @@ FILES: Final = (
     "tests/passes/audit/test_audit.py",
     "tests/passes/lower/test_lower_boxing.py",
     "tests/passes/place/test_insert_boxing.py",
-    "tests/passes/trace/test_accumulate.py",
+    "tests/passes/accumulate/test_accumulate.py",
     "tests/examples/test_zoo_parity.py",
 )
 SAMPLE: Final = (
@@ -33,6 +33,6 @@ SAMPLE: Final = (
     "tests/ir/test_host_callback.py",
     "tests/passes/audit/test_audit.py",
     "tests/passes/lower/test_lower_boxing.py",
-    "tests/passes/trace/test_accumulate.py",
+    "tests/passes/accumulate/test_accumulate.py",
 )
 """Of these the suite runs some tests of each."""

@@ -11,7 +11,7 @@ from flax import nnx
 
 import shardc
 import shardc.flax
-import shardc.passes.trace.microbatches
+import shardc.passes.accumulate.microbatches
 from shardc import S
 
 pytestmark = pytest.mark.usefixtures("compiled_fast")
@@ -169,7 +169,7 @@ def test_a_module_has_no_batch_and_what_is_closed_over_cannot_be_written():
 
 
 def test_without_shardc_flax_a_write_is_an_error(monkeypatch):
-    monkeypatch.setattr(shardc.passes.trace.microbatches, "OPENERS", [])
+    monkeypatch.setattr(shardc.passes.accumulate.microbatches, "OPENERS", [])
     model = nnx.BatchNorm(4, rngs=nnx.Rngs(0))
     with pytest.raises(shardc.TracingError, match=r"would be lost: .*mean.*Import shardc\.flax"):
         shardc.accumulate(lambda model, x: model(x).mean(), microbatches=M)(model, ROWS.astype(np.float32))

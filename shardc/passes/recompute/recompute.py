@@ -16,16 +16,17 @@ from shardc import compat
 from shardc.compat import Eqn, Jaxpr, Var
 from shardc.ir.box import Boxed, box_p
 from shardc.ir.nested import bodies_of, trips_of
-from shardc.ir.program import Program
+from shardc.ir.program import Program, Recomputation
 from shardc.ir.walk import all_eqns
 from shardc.machine.mesh import MeshView
+from shardc.passes import Context
 from shardc.passes.estimate.backend import Backend
 from shardc.passes.estimate.live_ranges import scopes_at
 from shardc.passes.estimate.memory import Profile
 from shardc.passes.estimate.plan_cost import alone_seconds, plan_cost
 from shardc.passes.estimate.sizes import piece_bytes
 from shardc.passes.recompute.choose_residuals import ResidualLoop, choose_residuals, loops_of, placed_costs
-from shardc.passes.recompute.recompute_residuals import RecomputedVars, Slices, find_residuals, recompute_residuals
+from shardc.passes.recompute.recompute_residuals import Slices, find_residuals, recompute_residuals
 from shardc.passes.recompute.recompute_values import LiveAtPeak, recompute_values
 
 
@@ -46,15 +47,6 @@ class RecomputeChoice:
 
     def __bool__(self) -> bool:
         return bool(self.stacks or self.values)
-
-
-@dataclass(frozen=True, slots=True)
-class Recomputation:
-    """The recomputed values of a program: their names in the program before, and the results of the recomputing
-    equations."""
-
-    names: tuple[str, ...] = ()
-    variables: RecomputedVars = field(default_factory=dict[Var, "Var | None"])
 
 
 LOWEST, HIGH, HIGHEST = 1e-4, 4.0, 1e4
@@ -128,29 +120,45 @@ class RecomputeOptions:
         return in_loops + sum(c.choose(min(price, highest))[-1] for c in self.peaks)
 
 
-def recompute(jaxpr: Jaxpr, choice: RecomputeChoice, named: Jaxpr | None = None) -> tuple[Jaxpr, Recomputation]:
+def recompute(jaxpr: Jaxpr, choice: RecomputeChoice) -> tuple[Jaxpr, Recomputation]:
     """The program with the chosen recomputations, and what they are.
 
     Args:
       jaxpr: canonical, without any of them.
       choice: of its values.
-      named: the same program without equations added in front, whose numbers are used in names.
     """
     choice = _that_follows(jaxpr, choice)  # a row that is a boxed carry in the plan is the carry itself here
     if not choice and not choice.instead:
         return jaxpr, Recomputation()
-    names = names_of(named or jaxpr, choice)
+    names = names_of(jaxpr, choice)
     jaxpr, stacks = recompute_residuals(jaxpr, choice.stacks, choice.instead)
     left = {v for e in all_eqns(jaxpr) for v in e.outvars} if choice.values else set[Var]()
     jaxpr, values = recompute_values(jaxpr, {v: since for v, since in choice.values.items() if since in left})
     return jaxpr, Recomputation(names, {**values, **stacks})
 
 
-def recompute_for_speed(program: Program, mesh: MeshView) -> tuple[Program, Recomputation]:
-    """The program that recomputes residuals of loops where that is faster than to keep them, and which those are. It is
-    an estimate, before anything is placed on the mesh."""
-    jaxpr, found = recompute(program.jaxpr, RecomputeChoice(*choose_residuals(program.jaxpr, mesh)))
-    return program.after("recompute_residuals", jaxpr), found
+def recompute_for_speed(program: Program, context: Context) -> Program:
+    """The program that recomputes residuals of loops where that is faster than to keep them. It is an estimate, before
+    anything is placed on the mesh; or it is as in a saved plan."""
+    jaxpr, known = program.jaxpr, context.known
+    if known is None:
+        choice = RecomputeChoice(*choose_residuals(jaxpr, context.view))
+    else:
+        choice = choice_named(jaxpr, known.recomputed_for_speed)
+    jaxpr, found = recompute(jaxpr, choice)
+    return replace(program.after("recompute_residuals", jaxpr), for_speed=found)
+
+
+def recompute_again(program: Program, context: Context) -> Program:
+    """The program that recomputes to save memory what it does in a saved plan."""
+    names = () if context.known is None else context.known.recomputed
+    return recompute_to_fit(program, choice_named(program.jaxpr, names)) if names else program
+
+
+def recompute_to_fit(program: Program, choice: RecomputeChoice) -> Program:
+    """The program with recomputations that were chosen to save memory."""
+    jaxpr, found = recompute(program.jaxpr, choice)
+    return replace(program.after("recompute", jaxpr), to_fit=found)
 
 
 # --- names, and what a plan says -------------------------------------------------------------------------------------

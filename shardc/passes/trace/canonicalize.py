@@ -23,9 +23,7 @@ from shardc.ir.constrain import constrain_p
 from shardc.ir.host_callback import ONCE
 from shardc.ir.nested import NESTED, parted, while_of
 from shardc.ir.user_shard_map import CAST, UNTYPED, is_unit
-from shardc.passes.trace.batch_lookups import batch_lookups
 from shardc.passes.trace.find_signatures import OperationSignatures, find_signatures
-from shardc.passes.trace.fold_transposes import fold_transposes
 from shardc.sbp.signature import has_rule, is_extended
 
 INLINED: Final = {
@@ -308,8 +306,7 @@ def canonicalize(
     """A closed jaxpr as an open one whose last inputs are the captured arrays, and those arrays.
 
     Captured scalars become literals: there is nothing to place. The marks of pipelines stay if `marks`. Operations
-    without a rule get signatures (`find_signatures`), except primitives in `replicate`. Lookups by row numbers are
-    batched (`batch_lookups`), transposes folded into products (`fold_transposes`).
+    without a rule get signatures (`find_signatures`), except primitives in `replicate`.
     """
     closed = compat.without_refs(closed)
     invars = [compat.fresh_var(compat.without_sharding(v.aval)) for v in closed.jaxpr.invars]
@@ -326,7 +323,4 @@ def canonicalize(
     inliner = _Inliner(marks, replicate=replicate)
     outvars = inliner.run(closed.jaxpr, consts, invars, None)
     jaxpr = compat.new_jaxpr([*invars, *extra], outvars, inliner.eqns, closed.jaxpr)
-    jaxpr = batch_lookups(
-        jaxpr, {v: x for v, x in zip(extra, captured, strict=True) if not isinstance(x, compat.Tracer)}
-    )
-    return compat.remove_dead(fold_transposes(jaxpr), [True] * len(outvars)), tuple(captured)
+    return compat.remove_dead(jaxpr, [True] * len(outvars)), tuple(captured)

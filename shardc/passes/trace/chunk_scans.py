@@ -25,12 +25,12 @@ from shardc import compat
 from shardc.compat import Eqn, Var
 from shardc.ir.program import Program
 from shardc.ir.walk import all_eqns
-from shardc.machine.mesh import MeshView
-from shardc.passes.trace.share_loops import devices_along
-from shardc.sbp.placement import Pin
 
 Chunks: TypeAlias = tuple[tuple[str, int], ...]
 """For each kind of scan (shapes, dimension) the number of its chunks. Kinds that are not listed have one."""
+
+
+DevicesOf: TypeAlias = Callable[[Var, int, set[tuple[Var, int]]], int]
 
 
 @dataclass(frozen=True)
@@ -58,17 +58,14 @@ def scans_of(program: Program) -> list[tuple[str, Eqn]]:
     ]
 
 
-def split_scans(
-    scans: Sequence[tuple[str, Eqn]], program: Program, pins: Sequence[Pin | None], mesh: MeshView
-) -> Chunks:
+def split_scans(scans: Sequence[tuple[str, Eqn]], devices_of: DevicesOf) -> Chunks:
     """The kinds of scans along dimensions that are split by pins, and by how many devices.
 
     Args:
       scans: of `scans_of`.
-      pins: of the program's arguments.
+      devices_of: the number of devices that split a dimension of a value, as `devices_along` gives it.
     """
     found: dict[str, int] = {}
-    devices_of = devices_along(program, pins, mesh)
     seen: set[tuple[Var, int]] = set()
     for kind, eqn in scans:
         if kind in found:

@@ -27,7 +27,6 @@ from shardc.machine.topology import BackendKind
 from shardc.passes.trace.canonicalize import canonicalize
 from shardc.passes.trace.chunk_scans import Chunks, ScanMaker
 from shardc.passes.trace.constants import has_hash, key_of, key_of_static, why_no_constant
-from shardc.passes.trace.drop_zero_sums import drop_zero_sums
 
 
 def path_text(path: Iterable[Any]) -> str:
@@ -487,7 +486,7 @@ def trace(
     paths = [every[i] for i in dynamic]
     paths += [f"closure/{i}" for i in range(len(captured))]
     captured = tuple(map(as_jax, captured))
-    program = Program(
+    return Program(
         arguments.name,
         jaxpr,
         tuple(paths),
@@ -499,4 +498,3 @@ def trace(
         boundary="" if marks else _boundary_in(closed.jaxpr),
         passed=(("canonicalize", jaxpr),),
     )
-    return program.after("drop_zero_sums", drop_zero_sums(jaxpr))

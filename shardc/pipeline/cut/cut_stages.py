@@ -425,8 +425,8 @@ class _Assembler:
 
 
 def _send(v: Var, out: Var, number: int, like: Eqn | None) -> Eqn:
-    return compat.new_eqn([v], [out], send_p, {"number": number, "pin": None}, like)
+    return compat.new_eqn([v], [out], send_p, {"number": number, "pin": None}, like, {compat.TRANSFER})
 
 
 def _receive(v: Var, number: int) -> Eqn:
-    return compat.new_eqn([], [v], receive_p, {"number": number, "pin": None, "aval": v.aval}, None)
+    return compat.new_eqn([], [v], receive_p, {"number": number, "pin": None, "aval": v.aval}, None, {compat.TRANSFER})

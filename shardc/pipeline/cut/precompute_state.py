@@ -20,6 +20,7 @@ from shardc.ir.boundary import microbatches_p
 from shardc.ir.loop import Carry, Loop
 from shardc.ir.program import Program
 from shardc.ir.walk import ADDITIONS, bytes_of, reads_of, renamed, with_atoms
+from shardc.passes import Context
 from shardc.passes.trace.canonicalize import with_own_bodies
 from shardc.pipeline.cut.cut_loop import find_loops
 
@@ -27,7 +28,7 @@ SMALL: Final = 1 << 12
 """The most bytes of a value that is computed for all microbatches before the loop."""
 
 
-def precompute_state(program: Program) -> Program:
+def precompute_state(program: Program, _: Context) -> Program:
     """The program in which state that depends on no data is computed before the loop and read as rows of the batch. A
     program without exactly one loop over microbatches is unchanged."""
     loops = find_loops(program.jaxpr)

@@ -111,7 +111,7 @@ class _TaskSplitter:
         self.placements: dict[Var, Placement] = {**plan.boxed.placements, INDEX: REPLICATED}
         self.jaxpr: Jaxpr = plan.boxed.jaxpr
         self.arguments: list[Var] = list(self.jaxpr.invars)
-        found = [i for i, e in enumerate(self.jaxpr.eqns) if e.primitive.name == "scan" and _is_loop(e, stage)]
+        found = [i for i, e in enumerate(self.jaxpr.eqns) if e.primitive.name == "scan" and is_loop(e, stage)]
         self.loop: Loop | None = Loop.of(self.jaxpr.eqns[found[0]]) if found else None
         self.at = found[0] if found else 0
 
@@ -384,7 +384,8 @@ class _TaskSplitter:
         return found
 
 
-def _is_loop(eqn: Eqn, stage: StageProgram) -> bool:
+def is_loop(eqn: Eqn, stage: StageProgram) -> bool:
+    """Whether a scan of a stage's program is its loop over microbatches."""
     return any(v in stage.tasks for e in bodies_of(eqn)[0].eqns for v in e.outvars)
 
 

@@ -15,7 +15,7 @@ from shardc.passes.estimate.backend import CPU, GPU, TPU, ScheduledEqn, kind_of
 from shardc.passes.estimate.live_ranges import live_ranges
 from shardc.passes.estimate.memory import profile_memory
 from shardc.passes.estimate.softmax import find_scores
-from shardc.passes.recompute.sink_constants import sink_constants
+from shardc.passes.rewrite.sink_constants import sink_constants
 from shardc.passes.trace.canonicalize import canonicalize
 from shardc.sbp.placement import REPLICATED, B, Placement, S
 

@@ -180,7 +180,7 @@ def test_a_choice_takes_what_it_was_said_to_take(microbatches):
     (at_peak,) = options.peaks
     assert set(choice.values.values()) == {at_peak.since}
     said = sum(at_peak.price[n] for n in {at_peak.maker[v] for v in choice.values})
-    plan = placing.search.recomputing(choice, placing.traced).plan
+    plan = placing.search.recomputing(choice).plan
     assert 0.7 * options.worth < plan.recomputed.bytes < 1.4 * options.worth
     assert 0.7 * said < plan.recomputed.seconds < 1.4 * said
 

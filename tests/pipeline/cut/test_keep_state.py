@@ -11,6 +11,7 @@ from jax.extend.core import jaxpr_as_fun
 import shardc
 from shardc import S, compat
 from shardc.ir.loop import Loop
+from shardc.passes import Context
 from shardc.passes.trace.trace import Arguments, trace
 from shardc.pipeline.cut.precompute_state import precompute_state
 from tests.pipeline.pipelines import assert_same, batch, dense, layers, on_host
@@ -194,7 +195,7 @@ def test_what_no_microbatch_changes_is_computed_in_front_of_the_loop():
     args = 2.0, jax.random.key(0), np.int32(1), 0.0, np.arange(8.0)
     arguments = Arguments(step, ())
     program = trace(arguments, arguments.bind(args, {}), marks=True)
-    after = precompute_state(program)
+    after = precompute_state(program, Context())
     loops = [Loop.of(e) for p in (program, after) for e in p.jaxpr.eqns if e.primitive.name == "scan"]
     assert [len(loop.carries) for loop in loops] == [4, 2, 2]  # JAX itself takes "fixed" out
     flat = [jnp.asarray(x) for x in (*jax.tree.leaves(args), *program.captured)]

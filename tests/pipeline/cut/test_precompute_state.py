@@ -10,6 +10,7 @@ from jax.extend.core import jaxpr_as_fun
 import shardc
 from shardc.compat import close
 from shardc.ir.loop import Loop
+from shardc.passes import Context
 from shardc.passes.trace.trace import Arguments, trace
 from shardc.pipeline.cut.precompute_state import precompute_state
 from shardc.sbp import rules
@@ -32,7 +33,7 @@ def test_before_and_after(after, carries):
     args = jnp.float32(2), np.arange(8, dtype=np.float32)
     arguments = Arguments(step, ())
     program = trace(arguments, arguments.bind(args, {}), marks=True)
-    found = precompute_state(program)
+    found = precompute_state(program, Context())
     assert scans(found) == carries
     got, want = (jaxpr_as_fun(close(p.jaxpr))(*args, *p.captured) for p in (found, program))
     assert [float(x) for x in got] == [float(x) for x in want]

@@ -12,8 +12,8 @@ import pytest
 from jax import lax
 
 import shardc
-from shardc import S, compat
-from shardc.passes.trace.batch_lookups import batch_lookups
+from shardc import S
+from shardc.passes.rewrite.batch_lookups import batched
 from tests.passes.programs import before_after
 
 pytestmark = pytest.mark.usefixtures("compiled_fast")
@@ -85,8 +85,8 @@ def test_the_text(golden: Callable[[str, str], None]) -> None:
 
     shapes = jax.ShapeDtypeStruct((4, 3), np.float32), jax.ShapeDtypeStruct((4,), np.int32)
     before = jax.make_jaxpr(fn)(*shapes).jaxpr
-    after = batch_lookups(before, {})
-    golden("batch_lookups", before_after(before, compat.remove_dead(after, [True])))
+    after = batched(before, {})
+    golden("batch_lookups", before_after(before, after))
 
 
 @pytest.mark.sampled(6)

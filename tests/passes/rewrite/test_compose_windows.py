@@ -16,8 +16,8 @@ import shardc
 from benchmarks.stencils import LARGE, Case, cases, planned
 from shardc import S, compat
 from shardc.ir.walk import all_eqns
+from shardc.passes.rewrite.windows.compose_windows import composed
 from shardc.passes.trace.canonicalize import canonicalize
-from shardc.passes.trace.windows.compose_windows import composed
 from tests.passes.programs import before_after
 
 pytestmark = pytest.mark.usefixtures("compiled_fast")

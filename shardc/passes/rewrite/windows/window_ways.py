@@ -19,7 +19,7 @@ from shardc import compat
 from shardc.compat import Atom, Eqn, Var
 from shardc.ir.ranges import join_ranges_p
 from shardc.ir.walk import with_atoms
-from shardc.passes.trace.windows.static_windows import Write, is_zero, padded_form, same_as, static_form, write_of
+from shardc.passes.rewrite.windows.static_windows import Write, is_zero, padded_form, same_as, static_form, write_of
 from shardc.sbp.rules.slicing import FEW
 from shardc.sbp.signature import Ranges, family_of, is_extended
 

@@ -31,8 +31,9 @@ from shardc.compat import Atom, Eqn, Jaxpr, Var
 from shardc.ir.nested import bodies_of, with_bodies
 from shardc.ir.program import Program
 from shardc.ir.walk import renamed
-from shardc.passes.trace.windows.static_windows import Write, constant, fill_of
-from shardc.passes.trace.windows.window_ways import (
+from shardc.passes import Context
+from shardc.passes.rewrite.windows.static_windows import Write, constant, fill_of
+from shardc.passes.rewrite.windows.window_ways import (
     ELEMENTWISE,
     WAYS,
     Box,
@@ -53,7 +54,7 @@ from shardc.sbp.rules.slicing import FEW
 from shardc.sbp.signature import is_extended
 
 
-def compose_windows(program: Program) -> Program:
+def compose_windows(program: Program, _: Context) -> Program:
     """The program after composition; the same object if nothing changes."""
     jaxpr = composed(program.jaxpr)
     return program if jaxpr is program.jaxpr else program.after("compose_windows", jaxpr)

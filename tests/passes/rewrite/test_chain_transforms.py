@@ -13,7 +13,7 @@ from jax.extend import core as jex
 import shardc
 from shardc import S
 from shardc.compat import close
-from shardc.passes.trace.chain_transforms import chain_transforms
+from shardc.passes.rewrite.chain_transforms import chain_transforms
 
 pytestmark = pytest.mark.usefixtures("compiled_fast")
 
@@ -43,7 +43,7 @@ def test_values(what, sizes, dtype):
         fn = lambda x: TRANSFORMS[kind](x, axes)  # noqa: E731
         mesh, pin = shardc.make_mesh(**sizes), dict(zip(sizes, (S(axes[0]), S(axes[-1])), strict=False))
         whole = shardc.function(fn, mesh=mesh, in_placements=(pin,)).plan(x)
-        chain = chain_transforms(whole.request.program, [a.pin for a in whole.request.arguments])
+        chain = chain_transforms(whole.request.program, whole.request.context)
         assert all(len(e.params.get("fft_lengths", "1")) == 1 for e in chain.jaxpr.eqns)
         one_device = lambda x: jex.jaxpr_as_fun(close(chain.jaxpr))(x, *chain.captured)  # noqa: E731
         f = shardc.function(one_device, mesh=mesh, in_placements=(pin,))

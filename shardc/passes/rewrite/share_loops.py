@@ -33,7 +33,9 @@ from shardc.ir.transfer import is_transfer
 from shardc.ir.user_shard_map import is_unit
 from shardc.ir.walk import operation_of, reads_of, renamed, with_atoms
 from shardc.machine.mesh import MeshView
+from shardc.passes import Context
 from shardc.passes.trace.canonicalize import inlined_eqns
+from shardc.passes.trace.chunk_scans import DevicesOf
 from shardc.sbp.placement import Pin
 from shardc.sbp.signature import Neutral, find_rule, is_extended, neutral_value
 
@@ -58,19 +60,26 @@ _COMBINATIONS: Final[Mapping[str, Combination]] = {
 }  # fmt: skip
 
 
-def share_loops(
-    program: Program, pins: Sequence[Pin | None], mesh: MeshView, replicate: Collection[str] = (),
-    known: Sequence[int] | None = None,
-) -> Program:  # fmt: skip
-    """The program with loops over split rows that are shared among the devices of these rows.
+def share_loops(program: Program, context: Context) -> Iterator[Program]:
+    """The program with loops over split rows that are shared among the devices of these rows, and the one whose loops
+    are shared among all devices."""
+    if context.known is not None:
+        yield _shared_among(program, context, context.known.shared)
+        return
+    yield (made := _shared_among(program, context, None))
+    everywhere = [context.view.size if n > 1 else 1 for n in made.shared]
+    if made is not program and everywhere != list(made.shared):
+        yield _shared_among(program, context, everywhere)
+
+
+def _shared_among(program: Program, context: Context, known: Sequence[int] | None) -> Program:
+    """The program with shared loops; itself if there are none.
 
     Args:
-      pins: of its arguments.
-      replicate: primitives that get no signatures.
-      known: the number of devices that share each loop (`Program.shared`), from a saved plan; None: it follows from
-        pins.
+      known: the number of devices that share each loop (`Program.shared`); None: it follows from pins.
     """
-    sharer = _Sharer(dict(zip(program.jaxpr.invars, pins, strict=False)), mesh, replicate, known)
+    pins = dict(zip(program.jaxpr.invars, context.pins, strict=False))
+    sharer = _Sharer(pins, context.view, context.replicate, known)
     jaxpr = sharer.run(program.jaxpr)
     if jaxpr is program.jaxpr:
         return program
@@ -78,9 +87,7 @@ def share_loops(
     return replace(program.after("share_loops", jaxpr), shared=tuple(sharer.found))
 
 
-def devices_along(
-    program: Program, pins: Sequence[Pin | None], mesh: MeshView
-) -> Callable[[Var, int, set[tuple[Var, int]]], int]:
+def devices_along(program: Program, pins: Sequence[Pin | None], mesh: MeshView) -> DevicesOf:
     """`_Sharer.devices_of` for the values of a whole program, nested ones too."""
     sharer = _Sharer(dict(zip(program.jaxpr.invars, pins, strict=False)), mesh, (), None)
     sharer.note(program.jaxpr.eqns)

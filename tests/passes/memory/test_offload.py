@@ -10,7 +10,7 @@ import shardc
 from shardc import S, compat
 from shardc.ir.memory_move import is_memory_move
 from shardc.ir.walk import all_eqns, local_bytes
-from shardc.passes.recompute.offload import HostChoice
+from shardc.passes.memory.offload import HostChoice
 from shardc.passes.recompute.recompute_residuals import find_residuals
 from shardc.plan.offload import options_of, with_choice
 

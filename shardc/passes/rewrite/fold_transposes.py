@@ -15,6 +15,12 @@ from shardc.ir.nested import bodies_of, with_bodies
 
 def fold_transposes(jaxpr: Jaxpr) -> Jaxpr:
     """The canonical jaxpr without transposes that only products read, where these can read the operand as it is."""
+    made = _folded_in(jaxpr)
+    return made if made is jaxpr else compat.remove_dead(made, [True] * len(made.outvars))
+
+
+def _folded_in(jaxpr: Jaxpr) -> Jaxpr:
+    """The jaxpr with folded transposes, which nobody reads any more."""
     eqns = [_with_folded_bodies(e) for e in jaxpr.eqns]
     readers: dict[Var, list[int]] = {}
     for n, eqn in enumerate(eqns):
@@ -39,7 +45,7 @@ def fold_transposes(jaxpr: Jaxpr) -> Jaxpr:
 
 def _with_folded_bodies(eqn: Eqn) -> Eqn:
     bodies = bodies_of(eqn)
-    folded = [fold_transposes(b) for b in bodies]
+    folded = [_folded_in(b) for b in bodies]
     same = all(new is old for new, old in zip(folded, bodies, strict=True))
     return eqn if same else eqn.replace(params=with_bodies(eqn, folded))
 

@@ -21,18 +21,24 @@ from shardc import compat
 from shardc.compat import Atom, Eqn, Jaxpr, Var
 from shardc.ir.eqns import full_eqn
 from shardc.ir.nested import bodies_of, nested_bodies, with_bodies
+from shardc.ir.program import Program
+from shardc.passes import Context
 
 MOST_COMPUTED: Final = 2**24
 """Elements up to which an index component is evaluated."""
 
 
-def batch_lookups(jaxpr: Jaxpr, known: Mapping[Var, Any]) -> Jaxpr:
-    """The canonical jaxpr with batched gathers and scatters by row number.
+def batch_lookups(program: Program, _: Context) -> Program:
+    """The program with batched gathers and scatters by row number."""
+    captured = zip(reversed(program.jaxpr.invars), reversed(program.captured), strict=False)
+    known = {v: x for v, x in captured if not isinstance(x, compat.Tracer)}
+    return program.after("batch_lookups", batched(program.jaxpr, known))
 
-    Args:
-      known: values of captured arrays.
-    """
-    return _Batcher(known).run(jaxpr)
+
+def batched(jaxpr: Jaxpr, known: Mapping[Var, Any]) -> Jaxpr:
+    """The canonical jaxpr with batched gathers and scatters by row number; `known`: values of captured arrays."""
+    made = _Batcher(known).run(jaxpr)
+    return made if made is jaxpr else compat.remove_dead(made, [True] * len(made.outvars))
 
 
 class _Batcher:

@@ -12,8 +12,8 @@ from jax.extend.core import check_jaxpr, jaxpr_as_fun
 import shardc
 from shardc import compat
 from shardc.ir.loop import Loop
+from shardc.passes.rewrite.drop_zero_sums import drop_zero_sums
 from shardc.passes.trace.canonicalize import canonicalize
-from shardc.passes.trace.drop_zero_sums import drop_zero_sums
 from tests.passes.programs import before_after
 
 X = np.linspace(-1.0, 1.0, 12, dtype=np.float32).reshape(4, 3)

@@ -15,6 +15,7 @@ from jax.extend import core as jex
 import shardc
 from shardc import S, compat
 from shardc.ir.nested import bodies_of
+from shardc.passes.rewrite.fold_transposes import fold_transposes
 from shardc.passes.trace.canonicalize import canonicalize
 
 RNG = np.random.default_rng(0)
@@ -30,7 +31,7 @@ FOLDED: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def program(fn: Callable[..., Any], *args: Any) -> tuple[Any, list[str]]:
-    jaxpr, _ = canonicalize(jax.make_jaxpr(fn)(*args))
+    jaxpr = fold_transposes(canonicalize(jax.make_jaxpr(fn)(*args))[0])
     names: list[str] = []
 
     def walk(jaxpr: Any) -> None:

@@ -25,7 +25,7 @@ from shardc import compat
 from shardc.compat import short_text
 from shardc.errors import ArgumentError, all_offenders
 from shardc.ir.boundary import END, mark_cut
-from shardc.passes.trace.microbatches import CARRY, MicrobatchCall, Split, microbatch_call
+from shardc.passes.accumulate.microbatches import CARRY, MicrobatchCall, Split, microbatch_call
 from shardc.passes.trace.trace import is_array, leaves_by_path, path_text
 from shardc.sbp.signature import is_extended
 

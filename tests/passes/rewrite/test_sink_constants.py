@@ -14,7 +14,7 @@ from examples import gpt2
 from shardc import S, compat
 from shardc.ir.nested import bodies_of, nested_bodies
 from shardc.ir.walk import all_eqns, bytes_of
-from shardc.passes.recompute.sink_constants import sink_constants
+from shardc.passes.rewrite.sink_constants import sink_constants
 from shardc.passes.trace.canonicalize import canonicalize
 from tests.passes.programs import before_after
 from tests.pipeline.pipelines import on_host

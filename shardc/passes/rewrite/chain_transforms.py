@@ -27,6 +27,7 @@ from shardc.ir.constrain import pin_of
 from shardc.ir.nested import bodies_of, with_bodies
 from shardc.ir.program import Program
 from shardc.ir.walk import all_eqns, renamed, with_atoms
+from shardc.passes import Context
 from shardc.passes.trace.canonicalize import inlined_eqns
 from shardc.sbp.placement import Pin
 
@@ -35,15 +36,11 @@ Order: TypeAlias = tuple[int, ...]
 _FORWARD: Final = (lax.FftType.FFT, lax.FftType.RFFT)
 
 
-def chain_transforms(program: Program, pins: Sequence[Pin | None]) -> Program:
-    """The program with Fourier transforms of one dimension only; itself if it has no others.
-
-    Args:
-      pins: of its arguments.
-    """
+def chain_transforms(program: Program, context: Context) -> Program:
+    """The program with Fourier transforms of one dimension only; itself if it has no others."""
     if not any(map(_is_of_several, all_eqns(program.jaxpr))):
         return program
-    chainer = _Chainer(dict(zip(program.jaxpr.invars, pins, strict=False)))
+    chainer = _Chainer(dict(zip(program.jaxpr.invars, context.pins, strict=False)))
     return program.after("chain_transforms", chainer.run(program.jaxpr))
 
 
