@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from shardc.flows import Flow, FlowPlan, every, flow, host, late, shared
     from shardc.gangs import Gang
     from shardc.ir.boundary import stage_boundary
-    from shardc.ir.trips import trips
+    from shardc.ir.nested import trips
     from shardc.ir.user_operation import signature
     from shardc.live.meter import progress
     from shardc.machine.devices import devices
@@ -195,6 +195,6 @@ _MODULES = {
     "show": "shardc.report.show",
     "signature": "shardc.ir.user_operation",
     "stage_boundary": "shardc.ir.boundary",
-    "trips": "shardc.ir.trips",
+    "trips": "shardc.ir.nested",
     "tune": "shardc.tuning.tune",
 }

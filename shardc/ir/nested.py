@@ -6,11 +6,15 @@ Where one of these keeps its bodies, and how it counts its operands, depends on 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence, Sized
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Final, TypeVar
 
-from shardc.compat import Atom, Eqn, Jaxpr, Var, close, rounds_of, scan_counts, with_scan_counts
+import jax
+
+from shardc.compat import Atom, Eqn, Jaxpr, Var, close, rounds_of, scan_counts, scope_of_rounds, with_scan_counts
+from shardc.errors import ArgumentError
 
 T = TypeVar("T")
 
@@ -55,6 +59,34 @@ def trips_of(eqn: Eqn) -> int:
     they are unknown; 1 for other equations."""
     name = eqn.primitive.name
     return eqn.params["length"] if name == "scan" else (rounds_of(eqn) or 1) if name == "while" else 1
+
+
+def trips(n: int) -> AbstractContextManager[Any]:
+    """State the expected number of rounds of a `while_loop`, for plans. Without it plans count one round.
+
+    It holds for the loops that are traced inside it, also in the bodies of scans, conditions and remat, but not for
+    loops in the body of such a loop. Of two nested contexts the inner one holds. It does not change any result.
+
+    Args:
+      n: rounds in one run of the loop, at least one.
+
+    Returns:
+      A context, which is a decorator as well.
+
+    Raises:
+      ArgumentError: `n` is no positive integer.
+
+    Examples:
+      >>> import jax
+      >>> def doubled(x):
+      ...     with trips(128):
+      ...         return jax.lax.while_loop(lambda x: x < 100.0, lambda x: 2 * x, x)
+      >>> float(doubled(1.0))
+      128.0
+    """
+    if type(n) is not int or n < 1:
+        raise ArgumentError(f"trips: {n!r} is no number of rounds; write a positive integer: with shardc.trips(128):")
+    return jax.named_scope(scope_of_rounds(n))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
