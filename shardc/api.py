@@ -121,6 +121,13 @@ class Function:
     iterator, the `self` of a method) is an ArgumentError: mark it static, or pass its numbers. A static argument is
     compared by `==` and its hash, as by `jax.jit`. A default that a call leaves out is part of the function.
 
+    **Modules.** What the function writes to modules of flax.nnx among its arguments (optimizers, metrics, random
+    streams, variables) is kept, as by `nnx.jit`. In a plan, and for `shardc.rules`, such a module is the tree of its
+    variables, `layers/0/kernel`; one that `in_placements` does not place gets the placements of its metadata. The
+    compiler places what is written; what is written to a donated module stays where it was. Attributes without a hash
+    are compared by their contents. In modules of equinox all leaves that are no arrays are constants, numbers too, and
+    results may be such modules. `shardc.flax.function` and `shardc.equinox.function` say what they add.
+
     **Inside other transformations.** Inside an outer `jit`, `grad` or `vmap` it is the plain function with its pins as
     sharding constraints, and no plan is claimed. Inside another shardc function, or a stage of a pipeline, its pins are
     pins by axis name, partial sums too; an axis that the mesh there does not have is an error.
