@@ -16,7 +16,7 @@ from shardc.errors import ArgumentError, all_offenders
 from shardc.passes.trace.constants import has_hash, snapshot_of
 from shardc.passes.trace.microbatches import holds_nnx
 from shardc.passes.trace.pins import is_leaf_spec
-from shardc.passes.trace.trace import Arguments, is_array, is_nnx, leaves_by_path, path_text
+from shardc.passes.trace.trace import Arguments, is_array, is_nnx, is_nnx_state, leaves_by_path, path_text
 from shardc.sbp.placement import AUTO, Auto
 
 _TAG: Final = "shardc"
@@ -100,7 +100,10 @@ class _Modules:
     def keep_places(self, states: Sequence[Any]) -> None:
         """Reads the placements of the modules' metadata; `states` are the leaves of the arguments that hold them."""
         leaves = [AUTO if path is None else placements(x) for path, x in zip(self._at, states, strict=True)]
-        self._places = self._tree.unflatten(leaves)
+        self._places = jax.tree.map(
+            lambda x: nnx.to_pure_dict(x, extract_fn=lambda place: place) if is_nnx_state(x) else x,
+            self._tree.unflatten(leaves), is_leaf=is_nnx_state,
+        )  # fmt: skip
 
     def placements(self, spec: Any, names: Sequence[str]) -> Any:
         """`in_placements`, completed with the metadata of modules that it does not place."""
