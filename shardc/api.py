@@ -18,13 +18,15 @@ from shardc import compat
 from shardc.arrays.placed import leaf_aval
 from shardc.calls.arrivals import arrivals
 from shardc.calls.leaves import abstract, on_one_device
+from shardc.calls.opened import STRUCTURE, placed_results
+from shardc.calls.openers import OpenArguments
 from shardc.calls.options import UNSAID, Options, Unsaid, checked_placements, decorated, meshes_of
 from shardc.calls.outer_trace import run_in_outer_trace
 from shardc.calls.pins import argument_pins, result_pins
 from shardc.calls.types import argument_types, explicit_mesh
 from shardc.calls.watch import notify_called, notify_made
 from shardc.compiled import Compiled, run
-from shardc.dataflow.round import traced_round
+from shardc.dataflow.round import refuse_lost_modules, traced_round
 from shardc.errors import (
     ArgumentError,
     ForbiddenMoveError,
@@ -120,6 +122,13 @@ class Function:
     iterator, the `self` of a method) is an ArgumentError: mark it static, or pass its numbers. A static argument is
     compared by `==` and its hash, as by `jax.jit`. A default that a call leaves out is part of the function.
 
+    **Modules.** What the function writes to modules of flax.nnx among its arguments (optimizers, metrics, random
+    streams, variables) is kept, as by `nnx.jit`. In a plan, and for `shardc.rules`, such a module is the tree of its
+    variables, `layers/0/kernel`; one that `in_placements` does not place gets the placements of its metadata. The
+    compiler places what is written; what is written to a donated module stays where it was. Attributes without a hash
+    are compared by their contents. In modules of equinox all leaves that are no arrays are constants, numbers too, and
+    results may be such modules. `shardc.flax.function` and `shardc.equinox.function` say what they add.
+
     **Inside other transformations.** Inside an outer `jit`, `grad` or `vmap` it is the plain function with its pins as
     sharding constraints, and no plan is claimed. Inside another shardc function, or a stage of a pipeline, its pins are
     pins by axis name, partial sums too; an axis that the mesh there does not have is an error.
@@ -142,7 +151,7 @@ class Function:
 
     def __init__(self, fn: Callable[..., Any], mesh: AnyMesh, options: Options) -> None:
         functools.update_wrapper(self, fn)
-        self._arguments = arguments = Arguments(fn, options.static_argnames)
+        self._arguments = arguments = options.arguments(fn)
         if not isinstance(mesh, Mesh | AbstractMesh):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise MeshError(
                 f"{arguments.where}: mesh={mesh!r} is no mesh; write mesh=shardc.make_mesh(data=4, model=2)."
@@ -183,7 +192,7 @@ class Function:
         made = copy.copy(self)
         fn = copy.deepcopy(self._arguments.fn, memo)
         functools.update_wrapper(made, fn)
-        made._arguments = Arguments(fn, self._options.static_argnames)
+        made._arguments = self._options.arguments(fn)
         made._moved_from = list(self._moved_from)
         made._begin()
         return made
@@ -201,17 +210,26 @@ class Function:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if traced_round() is not None:
             return self.call_every(args, kwargs, 1)
+        if not self._arguments.meets_modules and not jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
+            leaves, tree = jax.tree.flatten((args, kwargs))
+            if (again := self._cached_calls.run(tree, leaves)) is not None:
+                return again[0]
+        with self._arguments.opened(args, kwargs) as opened:
+            return opened.close(self._call(opened.args, opened.kwargs))
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call of arrays, the cached one if these are of modules: else none is known."""
         if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
             return self._plain(args, kwargs)
         leaves, tree = jax.tree.flatten((args, kwargs))
-        if (again := self._cached_calls.run(tree, leaves)) is not None:
+        if STRUCTURE in kwargs and (again := self._cached_calls.run(tree, leaves)) is not None:
             return again[0]
         call = self._arguments.bind(args, kwargs)
         if has_tracers(call.leaves):
             return self._inside(call)
         call.refuse_shapes(self._arguments.where)
         executable = self._executable(self._plan(call))
-        self._cached_calls.add(tree, leaves, executable, explicit_mesh(call, self._as_given) is not None)
+        self._cached_calls.add(tree, leaves, call, executable, explicit_mesh(call, self._as_given) is not None)
         return run(executable, call)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
@@ -223,10 +241,12 @@ class Function:
         """A call in the round of a flow that is traced, which runs every so many rounds."""
         from shardc.dataflow.call import call_in_round
 
-        return call_in_round(self, args, kwargs, every)
+        with self._arguments.opened(args, kwargs) as opened:
+            refuse_lost_modules(self._arguments.where, opened.held)
+            return opened.close(call_in_round(self, opened.args, opened.kwargs, every))
 
     @property
-    def arguments(self) -> Arguments:
+    def arguments(self) -> OpenArguments:
         return self._arguments
 
     @property
@@ -247,7 +267,8 @@ class Function:
     @compat.api_boundary
     def plan(self, *args: Any, **kwargs: Any) -> AnyPlan:
         """The plan of a call. Takes arrays or `jax.ShapeDtypeStruct`s; needs no devices."""
-        return self._plan(self._arguments.bind(args, kwargs))
+        with self._arguments.opened(args, kwargs) as opened:
+            return self._plan(self._arguments.bind(opened.args, opened.kwargs))
 
     @compat.api_boundary
     def compile(self, *args: Any, **kwargs: Any) -> AnyCompiled:
@@ -256,9 +277,10 @@ class Function:
         Returns:
           A `Compiled`, or a `CompiledPipeline`: called like the function, for calls of these shapes alone.
         """
-        call = self._arguments.bind(args, kwargs)
+        with self._arguments.opened(args, kwargs) as opened:
+            call = self._arguments.bind(opened.args, opened.kwargs)
+            plan = self._plan(call)
         made_for = call.tree, call.constants
-        plan = self._plan(call)
         executable = self._executable(plan)
         _ = executable.compiled
         if isinstance(plan, Plan):
@@ -269,15 +291,12 @@ class Function:
         assert not isinstance(executable, Executable)
         return CompiledPipeline(self._arguments, made_for, executable, plan)
 
-    def refuse_changing(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Raises ArgumentError if a call has leaves that are neither arrays nor constants."""
-        self._arguments.bind(args, kwargs)
-
     def _plain(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Under `jax.disable_jit()`: the function itself, operation by operation, on one device."""
-        self._arguments.bind(args, kwargs)  # names that do not fit
-        args, kwargs = jax.tree.map(on_one_device, (args, kwargs))
-        return self._arguments.fn(*args, **kwargs)
+        call = self._arguments.bind(args, kwargs)
+        values = jax.tree.unflatten(call.tree, map(on_one_device, call.leaves))
+        made = self._arguments.call({**values, **dict(call.static)})
+        return jax.tree.map(lambda x: x, made)  # without the marks of constants
 
     def _inside(self, call: Call) -> Any:
         """In an outer jit, grad or vmap: the plain function, its pins as sharding constraints; no plan is claimed."""
@@ -295,7 +314,7 @@ class Function:
         program = after_trace(
             trace(self._arguments, abstracted, replicate=(EVERY,), backend=self._view.topology.backend)
         )
-        out = result_pins(program, self._options.out_placements, self._view)
+        out = result_pins(program, placed_results(call, self._options.out_placements), self._view)
         offenders = [*out.offenders, *wrong_constraints(program, self._view)]
         if offenders:
             raise PlacementError(self._says(offenders))
@@ -454,7 +473,7 @@ class Function:
     def _pins(self, call: Call, program: Program) -> tuple[Pins, Pins]:
         """The pins of a call's arguments, and of its results."""
         into = argument_pins(call, self._arguments, self._in_placements, self._view)
-        out = result_pins(program, self._options.out_placements, self._view)
+        out = result_pins(program, placed_results(call, self._options.out_placements), self._view)
         offenders = [*into.offenders, *out.offenders, *wrong_constraints(program, self._view)]
         if offenders:
             raise PlacementError(self._says(offenders))
@@ -534,8 +553,8 @@ class Function:
     def look(self, *args: Any) -> tuple[Program, list[Pin | None]]:
         """The program of a call, with its stage boundaries if this is a pipeline, and the pins of its arguments and
         results."""
-        call = self._arguments.bind(args, {})
-        with line_if_long(f"tracing {self._arguments.where}"):
+        with self._arguments.opened(args, {}) as opened, line_if_long(f"tracing {self._arguments.where}"):
+            call = self._arguments.bind(opened.args, opened.kwargs)
             nowhere = [None for x in call.leaves if is_array(x)]
             program = self._program(self._typed(call, nowhere), nowhere)
         into, out = self._pins(call, program)

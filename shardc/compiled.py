@@ -12,12 +12,14 @@ import numpy as np
 from shardc import compat
 from shardc.arrays.fetch import values
 from shardc.arrays.placed import as_jax, leaf_aval
+from shardc.calls.opened import STRUCTURE
+from shardc.calls.openers import OpenArguments
 from shardc.errors import all_offenders
 from shardc.execute.call_cache import CallCache
 from shardc.execute.executable import Executable, OtherCallError
 from shardc.execute.in_turn import in_turn
 from shardc.machine.mesh import without_mesh
-from shardc.passes.trace.trace import Arguments, Call, is_array, settings
+from shardc.passes.trace.trace import Call, is_array, settings
 from shardc.plan.verify_signatures import check_found
 from shardc.plans import Plan, no_attribute
 from shardc.sbp.signature import is_extended
@@ -43,7 +45,7 @@ class CompiledCall(Generic[ExecutableT, PlanT]):
     """
 
     def __init__(
-        self, arguments: Arguments, made_for: tuple[Any, dict[str, Any]], executable: ExecutableT, plan: PlanT
+        self, arguments: OpenArguments, made_for: tuple[Any, dict[str, Any]], executable: ExecutableT, plan: PlanT
     ) -> None:
         self._arguments, self._made_for = arguments, made_for
         self._cached_calls = CallCache(arguments)
@@ -71,13 +73,22 @@ class CompiledCall(Generic[ExecutableT, PlanT]):
 
     @compat.api_boundary
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._arguments.meets_modules:
+            leaves, tree = jax.tree.flatten((args, kwargs))
+            if (again := self._cached_calls.run(tree, leaves)) is not None:
+                return again[0]
+        with self._arguments.opened(args, kwargs) as opened:
+            return opened.close(self._call(opened.args, opened.kwargs))
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call of arrays, the cached one if these are of modules: else none is known."""
         leaves, tree = jax.tree.flatten((args, kwargs))
-        if (again := self._cached_calls.run(tree, leaves)) is not None:
+        if STRUCTURE in kwargs and (again := self._cached_calls.run(tree, leaves)) is not None:
             return again[0]
         call = self._taken_apart(args, kwargs)
         call.refuse_shapes(self._arguments.where)
         out = run(self.executable, call)
-        self._cached_calls.add(tree, leaves, self.executable)  # the call has shown that it fits
+        self._cached_calls.add(tree, leaves, call, self.executable)  # the call has shown that it fits
         return out
 
     def _taken_apart(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
@@ -140,7 +151,8 @@ class Compiled(CompiledCall[Executable, Plan]):
         Raises:
           SignatureError: pieces differ from the whole; it names the primitives, and how to refuse what was found.
         """
-        call = self._taken_apart(args, kwargs)
+        with self._arguments.opened(args, kwargs) as opened:
+            call = self._taken_apart(opened.args, opened.kwargs)
         arrays = values([x for x in call.leaves if is_array(x)])
         leaves = [as_jax(x) if is_extended(leaf_aval(x).dtype) else np.asarray(x) for x in arrays]
         with without_mesh():

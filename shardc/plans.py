@@ -18,6 +18,7 @@ from shardc.plan.digest import digest_of
 from shardc.plan.make import DoesNotFit
 from shardc.plan.plan import SpmdPlan, copied
 from shardc.plan.saved_plan import record, to_json
+from shardc.sbp.placement import Placement
 
 if TYPE_CHECKING:
     from shardc.pipeline.plan import PlanView
@@ -61,8 +62,9 @@ class PlanFace:
 
     @property
     def out_placements(self) -> Any:
-        """A placement for each leaf of the result."""
-        return jax.tree.unflatten(self._plan.program.out_tree, self._plan.outputs)
+        """A placement for each leaf of the result; None for one that is no array."""
+        placements = jax.tree.unflatten(self._plan.program.out_tree, self._plan.outputs)
+        return jax.tree.map(lambda p: p if isinstance(p, Placement) else None, placements)  # of no array
 
     @cached_property
     def flops(self) -> Counter[str]:

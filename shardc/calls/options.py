@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from enum import Enum
 from functools import cached_property
 from itertools import combinations
@@ -14,6 +14,7 @@ from typing import Any, Final
 from jax.sharding import AbstractMesh, Mesh
 
 from shardc import compat
+from shardc.calls.openers import OpenArguments
 from shardc.errors import ArgumentError, MeshError, PipelineError, all_offenders, did_you_mean
 from shardc.machine.mesh import AnyMesh, MeshView, auto_mesh, meshes_along
 from shardc.passes.trace.pins import is_leaf_spec, says_names
@@ -23,6 +24,7 @@ from shardc.plan.data_parallel import DataParallel
 from shardc.plan.forbid import Forbid
 from shardc.plan.request import Offload
 from shardc.plan.saved_plan import SavedPlan, load_plan
+from shardc.sbp.placement import AUTO
 
 
 class Unsaid(Enum):
@@ -37,20 +39,26 @@ UNSAID: Final = Unsaid.UNSAID
 
 @dataclass(frozen=True)
 class Options:
-    """The arguments of `shardc.function` besides the function, checked as far as they can be without it."""
+    """The arguments of `shardc.function` besides the function, checked as far as they can be without it.
 
-    mesh: AnyMesh | Unsaid | None
-    in_placements: Any
-    out_placements: Any
-    donate_argnames: Any
-    static_argnames: Any
-    pipeline: Pipeline | None
-    plan: str | PathLike[str] | SavedPlan | None
-    replicate: Any
-    forbid: Forbid
-    offload: Any
+    The last ones are said by the name of a face: `all_constant` of equinox's, that Python's numbers are constants
+    everywhere; `states` of flax's, that states of nnx are written to.
+    """
+
+    mesh: AnyMesh | Unsaid | None = UNSAID
+    in_placements: Any = AUTO
+    out_placements: Any = AUTO
+    donate_argnames: Any = ()
+    static_argnames: Any = ()
+    pipeline: Pipeline | None = None
+    plan: str | PathLike[str] | SavedPlan | None = None
+    replicate: Any = ()
+    forbid: Forbid = ()
+    offload: Any = "never"
     donate_argnums: Any = ()
     static_argnums: Any = ()
+    all_constant: bool = False
+    states: bool = False
 
     def __post_init__(self) -> None:
         pipeline = self.pipeline
@@ -102,6 +110,10 @@ class Options:
         """Whether `mesh=None` is said, and no pipeline has meshes of its own."""
         return self.mesh is None and not (self.pipeline is not None and self.pipeline.meshes)
 
+    def arguments(self, fn: Callable[..., Any]) -> OpenArguments:
+        """The arguments of a function."""
+        return OpenArguments(fn, self.static_argnames, self.all_constant, self.states)
+
     def named(self, fn: Callable[..., Any]) -> Options:
         """Options with names in tuples, among them those of the arguments of `fn` that are given by number."""
         donate = (*words(self.donate_argnames), *_names_at(self.donate_argnums, fn, "donate_argnums"))
@@ -127,6 +139,13 @@ class Options:
                 f"mesh=shardc.make_mesh({'pipe=2, data=4' if pipeline is not None else 'data=8'})."
             )
         return self.mesh
+
+
+def options_of(keywords: Mapping[str, Any], **said: Any) -> tuple[Options, dict[str, Any]]:
+    """The options that keywords of `shardc.function` and the name of its face say, and the keywords that are none."""
+    known = {f.name for f in fields(Options)} - said.keys()
+    given = {n: v for n, v in keywords.items() if n in known}
+    return Options(**given, **said), {n: v for n, v in keywords.items() if n not in known}
 
 
 def checked_placements(arguments: Arguments, options: Options, view: MeshView | None) -> Any:

@@ -7,7 +7,9 @@ from typing import Any
 
 import jax
 
+from shardc.calls.constant_leaves import numbered
 from shardc.calls.leaves import leaf_of
+from shardc.calls.opened import structure_of
 from shardc.ir.program import Program
 from shardc.machine.mesh import MeshView
 from shardc.passes.trace.pins import Leaf, Pins, is_leaf_spec, says_names
@@ -21,6 +23,8 @@ def argument_pins(call: Call, arguments: Arguments, spec: Any, mesh: MeshView) -
       arguments: the function's.
       spec: `in_placements`.
     """
+    if (structure := structure_of(call)) is not None:
+        spec = structure.placements(spec, arguments.names)
     leaves = [leaf_of(path, inner, x) for path, inner, x in zip(call.paths, call.inner, call.leaves, strict=True)]
     leaves = [leaf and replace(leaf, in_list=at) for leaf, at in zip(leaves, _lists_of_numbers(call), strict=True)]
     pins = Pins("in_placements", leaves, mesh)
@@ -69,5 +73,5 @@ def result_pins(program: Program, spec: Any, mesh: MeshView) -> Pins:
         for path, aval in zip(program.out_paths, program.out_avals, strict=True)
     ]
     pins = Pins("out_placements", leaves, mesh)
-    pins.spread(spec, jax.tree.unflatten(program.out_tree, range(len(leaves))))
+    pins.spread(spec, numbered(program.out_tree))
     return pins

@@ -283,7 +283,7 @@ def _names_where_called(function: Any) -> Iterator[str]:
     """
     called, frame = [function], sys._getframe(2)  # pyright: ignore[reportPrivateUsage]
     while (package := frame.f_globals.get("__name__", "").partition(".")[0]) in _FRAMEWORKS and frame.f_back:
-        called.append(frame.f_locals.get("self", function))  # what is made of the function, as shardc.flax.function
+        called.append(frame.f_locals.get("self", function))  # what is made of the function
         frame = frame.f_back
     while frame is not None and package != "runpy":
         names, code = {**frame.f_globals, **frame.f_locals}, frame.f_code

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import update_wrapper
@@ -56,14 +55,11 @@ def tuned(call: FirstCall, tries: int) -> Tuning:
 
 def _by_position(function: Function, names: Sequence[str], static: Mapping[str, Any]) -> Callable[..., Any]:
     """The function on one device as `tune` takes it: with these arguments by position, and the others fixed."""
-    fn, signature = function.arguments.fn, function.arguments.signature
 
     def by_position(*given: Any) -> Any:
-        by_name = {**static, **dict(zip(names, given, strict=True))}
-        bound = inspect.BoundArguments(signature, OrderedDict((n, by_name[n]) for n in signature.parameters))
-        return fn(*bound.args, **bound.kwargs)
+        return function.arguments.call({**static, **dict(zip(names, given, strict=True))})
 
-    update_wrapper(by_position, fn)
+    update_wrapper(by_position, function.arguments.fn)
     parameters = [inspect.Parameter(n, inspect.Parameter.POSITIONAL_OR_KEYWORD) for n in names]
     by_position.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportFunctionMemberAccess]
     return by_position

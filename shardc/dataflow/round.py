@@ -14,7 +14,7 @@ import numpy as np
 
 from shardc.arrays.frozen import frozen
 from shardc.dataflow.value import INSIDE, Held, LateOrigin, Made, Nothing, RoundValue
-from shardc.errors import FlowError, TracingError, all_offenders
+from shardc.errors import ArgumentError, FlowError, TracingError, all_offenders
 from shardc.passes.trace.constants import key_of
 from shardc.passes.trace.trace import is_array, path_text
 
@@ -326,6 +326,24 @@ def _kind(x: Any) -> str:
 def traced_round() -> Round | None:
     """The round that this thread traces; None if there is none."""
     return _TRACED.get()
+
+
+def refuse_lost_modules(name: str, held: Sequence[str]) -> None:
+    """Raises if a round calls a function with modules that no round hands on: what is written to them is lost.
+
+    Args:
+      name: the function and its line.
+      held: the names of its arguments with modules that hold arrays, and not values of the round.
+
+    Raises:
+      ArgumentError: there are some.
+    """
+    if held and (round := traced_round()) is not None:
+        raise ArgumentError(
+            f"{round.where}: {name} is called with the module {', '.join(held)}, which is not a part of the state, and "
+            "what is written to it would be lost: carry nnx.split(module)[1] in the state, and in the round make the "
+            "module of it, with nnx.merge(graphdef, state); return nnx.state(module)."
+        )
 
 
 @contextmanager

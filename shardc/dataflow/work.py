@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from shardc.arrays.frozen import frozen
+from shardc.calls.constant_leaves import array_leaves
 from shardc.errors import FlowError, all_offenders
 from shardc.ir.walk import itemsize_of, local_shape
 from shardc.machine.mesh import AnyMesh, view
@@ -168,10 +169,8 @@ class FunctionWork:
         call = function.arguments.flatten(slots, named)
         takes: list[LeafPlace] = [HOST] * len(leaves)
         donated: set[int] = set()
-        arrays = [
-            (name, x) for name, x in zip(call.names, call.leaves, strict=True)
-            if is_array(leaves[x.index] if isinstance(x, _Slot) else x)
-        ]  # fmt: skip
+        known = function.arguments.flatten(args, kwargs).leaves
+        arrays = [(name, x) for name, x, given in zip(call.names, call.leaves, known, strict=True) if is_array(given)]
         for (name, x), placement in zip(arrays, self.plan.inputs, strict=False):  # captured arrays follow
             if isinstance(x, _Slot):
                 takes[x.index] = self._place(mesh, placement)
@@ -180,6 +179,7 @@ class FunctionWork:
         self.takes, self.donated = takes, frozenset(donated)
         self.gives = [self._place(mesh, p) for p in self.plan.outputs]
         self.out_tree = self.plan.program.out_tree
+        self._arrays = array_leaves(self.out_tree)
         self.results = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in self.plan.program.out_avals]
         self.seconds = max(self.plan.seconds, view(self.meshes[0]).topology.dispatch)
         memory = self.plan.memory
@@ -220,7 +220,8 @@ class FunctionWork:
     def run(self, given: list[Any], round: int) -> Sequence[Any]:
         del round
         args, kwargs = self._tree.unflatten(given)
-        return jax.tree.leaves(self._function(*args, **kwargs))
+        leaves = jax.tree.leaves(self._function(*args, **kwargs))
+        return [leaves[i] for i in self._arrays]
 
 
 class HostWork:

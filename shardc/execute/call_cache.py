@@ -24,7 +24,7 @@ from shardc.errors import PipelineError
 from shardc.execute.executable import looks_for_nans
 from shardc.execute.in_turn import Launchable, in_turn
 from shardc.passes.trace.constants import key_of, key_of_static
-from shardc.passes.trace.trace import Arguments, is_array, settings
+from shardc.passes.trace.trace import Arguments, Call, is_array, settings
 
 
 class Runnable(Launchable, Protocol):
@@ -52,14 +52,16 @@ class CachedCall:
 
     Args:
       tree, leaves: the tree and the leaves of the first call.
+      call: that call, which says which leaves are constants.
       arguments: the names of the function's arguments.
       executable: the executable that the first call ran.
       typed: where arrays live is a part of their types.
     """
 
-    def __init__(
-        self, tree: Any, leaves: Sequence[Any], arguments: Arguments, executable: Runnable, typed: bool = False
-    ) -> None:
+    def __init__(  # a call, and what ran it
+        self, tree: Any, leaves: Sequence[Any], call: Call, arguments: Arguments, executable: Runnable,
+        typed: bool = False,
+    ) -> None:  # fmt: skip
         self.executable = executable
         args, kwargs = jax.tree.unflatten(tree, [_Slot(i) for i in range(len(leaves))])
         slots = arguments.flatten(args, kwargs).leaves
@@ -67,12 +69,12 @@ class CachedCall:
         self._defaults: list[Any] = []
         self._unlike: list[int] = []  # places in the order whose placement JAX cannot express
         traced: set[int] = set()
-        for slot in slots:
+        for slot, x in zip(slots, call.leaves, strict=True):
             if not isinstance(slot, _Slot):  # an argument that the call did not give
                 if is_array(slot):
                     self._order.append(len(leaves) + len(self._defaults))
                     self._defaults.append(slot)
-            elif is_array(leaves[slot.index]):
+            elif is_array(x):
                 if is_placed(leaves[slot.index]) or not executable.is_plain_input(len(self._order)):
                     self._unlike.append(len(self._order))
                 traced.add(slot.index)
@@ -116,15 +118,18 @@ class CallCache:
         self._by_tree: dict[tuple[Any, Any], list[CachedCall]] = {}
 
     def run(self, tree: Any, leaves: Sequence[Any]) -> tuple[Any] | None:
-        known = self._by_tree.get((tree, jax.sharding.get_abstract_mesh()), ())
+        try:
+            known = self._by_tree.get((tree, jax.sharding.get_abstract_mesh()), ())
+        except TypeError:  # an attribute of a module has no hash
+            return None
         if known and not has_tracers(leaves):
             for call in known:
                 if (out := call.run(leaves)) is not None:
                     return out
         return None
 
-    def add(self, tree: Any, leaves: Sequence[Any], executable: Runnable, typed: bool = False) -> None:
-        call = CachedCall(tree, leaves, self._arguments, executable, typed)
+    def add(self, tree: Any, leaves: Sequence[Any], made: Call, executable: Runnable, typed: bool = False) -> None:
+        call = CachedCall(tree, leaves, made, self._arguments, executable, typed)
         known = self._by_tree.setdefault((tree, jax.sharding.get_abstract_mesh()), [])
         if all(other.executable is not executable or other.kinds != call.kinds for other in known):
             known.insert(0, call)  # a loop's second call takes the first one's results, as all later calls do

@@ -58,9 +58,9 @@ def progress(  # noqa: PLR0913  # a public face
     the line says which rank waits most: as planned, or as measured if the last call was `step.measure(...)`.
 
     Args:
-      step: the function that the loop calls: of `shardc.function`, shardc.flax or shardc.equinox, a compiled one or a
-        flow. Its plan gives the planned time, the operations and the memory. None: no such figures. Another function
-        has none either, and a ShardcWarning says so.
+      step: the function that the loop calls: a `shardc.function`, a compiled one or a flow. Its plan gives the planned
+        time, the operations and the memory. None: no such figures. Another function has none either, and a
+        ShardcWarning says so.
       total: steps of the loop with those before `start`; None: unknown.
       start: steps that were done before, as `saved.last(...)` gives them.
       every: a row is shown after the first step, after each step whose number it divides, and after the last one.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
@@ -69,19 +69,17 @@ class ArgumentsTree:
     Attributes:
       tree: pytree structure of a dict from the name of an argument to its value.
       arrays: the numbers of the leaves that are arrays; the others are static.
-      shown: of placements in this structure, what people see.
     """
 
     tree: Any
     arrays: tuple[int, ...]
-    shown: Callable[[Any], Any] = lambda x: x
 
     def unflatten(self, placements: Sequence[Placement]) -> Any:
         """Placements of the inputs as the arguments stand in a call; None for a static leaf."""
         leaves: list[Placement | None] = [None] * self.tree.num_leaves
         for i, p in zip(self.arrays, placements, strict=False):
             leaves[i] = p
-        return self.shown(NamedArguments.of(jax.tree.unflatten(self.tree, leaves)))
+        return NamedArguments.of(jax.tree.unflatten(self.tree, leaves))
 
 
 @dataclass(frozen=True, eq=False)

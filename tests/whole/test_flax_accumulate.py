@@ -111,11 +111,12 @@ def after_two_steps():
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("how", HOW)
-def test_microbatches_write_what_a_loop_writes(how, after_two_steps):
+@pytest.mark.parametrize("function", [shardc.function, shardc.flax.function], ids=["", "flax"])
+def test_microbatches_write_what_a_loop_writes(function, how, after_two_steps):
     """On a mesh, and as pipelines of two and three stages: two steps, and all that they write."""
     want, losses = after_two_steps
     nodes = net((0,) if how == "two stages" else (0, 1))
-    run = shardc.flax.function(step, in_placements={"x": {"data": S(0)} if how == "mesh" else {}}, **HOW[how])
+    run = function(step, in_placements={"x": {"data": S(0)} if how == "mesh" else {}}, **HOW[how])
     np.testing.assert_allclose([float(run(*nodes, ROWS)) for _ in range(2)], losses, rtol=1e-10)
     assert_same(nodes, want)
 

@@ -59,12 +59,12 @@ def test_what_is_compiled(mesh):
 def test_functions_of_modules(mesh):
     linear = nnx.Linear(8, 4, rngs=nnx.Rngs(0))
     f = shardc.flax.function(of_module, mesh=mesh)
-    assert repr(f) == f"FlaxFunction({at(of_module)} on data=4, model=2 on cpu)"
-    assert repr(f.compile(linear, X)).startswith("FlaxCompiled(of_module on data=4, model=2 on cpu: ")
+    assert repr(f) == f"Function({at(of_module)} on data=4, model=2 on cpu)"
+    assert repr(f.compile(linear, X)).startswith("Compiled(of_module on data=4, model=2 on cpu: ")
     module = eqx.nn.Linear(8, 4, key=jax.random.key(0))
     g = shardc.equinox.function(of_module, mesh=mesh)
-    assert repr(g) == f"EquinoxFunction({at(of_module)} on data=4, model=2 on cpu)"
-    assert repr(g.compile(module, X[0])).startswith("EquinoxCompiled(of_module on data=4, model=2 on cpu: ")
+    assert repr(g) == f"Function({at(of_module)} on data=4, model=2 on cpu)"
+    assert repr(g.compile(module, X[0])).startswith("Compiled(of_module on data=4, model=2 on cpu: ")
 
 
 def test_a_flow():

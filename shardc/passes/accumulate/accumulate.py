@@ -46,7 +46,8 @@ def accumulate(
     Microbatch j of m is the rows j, j+m, j+2m, ..., so that the parts of a split batch lie where the batch lies.
 
     Writes of `fn` to nnx modules, optimizers, metrics and random streams among its arguments are visible in the next
-    microbatch, and afterwards, as in a loop over the microbatches (`import shardc.flax`).
+    microbatch, and afterwards, as in a loop over the microbatches; outside of a `shardc.function` after
+    `import shardc.flax`.
 
     Args:
       fn: a function of a batch. Its arguments may hold None, and leaves that are no arrays.

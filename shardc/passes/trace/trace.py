@@ -122,7 +122,12 @@ def is_nnx(x: object) -> bool:
     return _is_of("flax", type(x), ("Pytree", "Variable"))
 
 
-def _is_equinox(x: object) -> bool:
+def is_nnx_state(x: object) -> bool:
+    """Whether `x` is a state of flax.nnx, which functions take and return as they do other pytrees."""
+    return _is_of("flax", type(x), ("State",))
+
+
+def is_equinox(x: object) -> bool:
     return _is_of("equinox", type(x), ("Module",))
 
 
@@ -208,13 +213,17 @@ class Arguments:
         """The leaves of a call, whatever they are."""
         return self._bind(args, kwargs)[0]
 
-    def _bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Call, set[str]]:
-        """The leaves of a call, and the names of the arguments that are given."""
+    def by_name(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> inspect.BoundArguments:
+        """The values of a call by the names of the arguments, without those that it leaves out."""
         try:
-            bound = self.signature.bind(*args, **kwargs)
+            return self.signature.bind(*args, **kwargs)
         except TypeError as error:
             near = "".join(did_you_mean(k, self.names) for k in kwargs if k not in self.names)
             raise ArgumentError(f"{self.where}: {error}; call {self.name}{self.signature}.{near}") from None
+
+    def _bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Call, set[str]]:
+        """The leaves of a call, and the names of the arguments that are given."""
+        bound = self.by_name(args, kwargs)
         given = set(bound.arguments)
         bound.apply_defaults()
         # default numbers are static, so that `if train:` and shapes can read them; jax.jit does the same
@@ -260,19 +269,11 @@ def held_by_nnx(values: Any) -> dict[str, Any]:
     return {path_text((*path, *inner)): leaf for path, x in modules for inner, leaf in leaves_by_path(x)}
 
 
-_IMPORT_FLAX: Final = (
-    "Import shardc.flax and write shardc.flax.function instead of shardc.function: it accepts modules and keeps writes "
-    "to them. Or return the modules."
-)
-
-
-_IMPORT_EQUINOX: Final = (
-    "Import shardc.equinox and write shardc.equinox.function instead of shardc.function: it takes and returns modules."
-)
+_RETURN_STATE: Final = "Return the state, or pass the module itself: what is written to it is kept."
 
 
 def refuse_lost_writes(
-    where: str, before: Mapping[str, Any], after: Mapping[str, Any], results: Sequence[Any], fix: str = _IMPORT_FLAX
+    where: str, before: Mapping[str, Any], after: Mapping[str, Any], results: Sequence[Any], fix: str = _RETURN_STATE
 ) -> None:
     """Raises if a function has written to an nnx module among its arguments, and does not return what it wrote."""
     returned = set(map(id, results))
@@ -438,9 +439,7 @@ def trace(
             if is_array(x) and compat.is_typed_number(leaf_aval(x).dtype)
         ]
         if bad:
-            modules = any(map(_is_equinox, jax.tree.leaves(out, is_leaf=_is_equinox)))
-            text = all_offenders(f"{arguments.where}: results that are no arrays", bad)
-            raise ArgumentError(text + f"\n{_IMPORT_EQUINOX}" * modules)
+            raise ArgumentError(all_offenders(f"{arguments.where}: results that are no arrays", bad))
         out_info[:] = [[path_text(p) for p, _ in pairs], tree]
         return [x for _, x in pairs]
 
