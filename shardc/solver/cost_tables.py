@@ -20,6 +20,8 @@ FORBIDDEN: Final = 1e15
 """Costs of this size and above are not allowed."""
 CHUNK: Final = 1 << 16
 """Entries of a temporary array that stay in a core's cache."""
+MOST_BYTES: Final = 1 << 31
+"""Bytes that a memo holds before it is cleared, and that one table of an elimination may take."""
 LARGE: Final = 4096
 """Tables with more entries are looked up by sums of their bits, not by all bytes."""
 
@@ -126,9 +128,9 @@ class Memo:
             self.held += array.nbytes
         return made
 
-    def forget(self, most: int = 1 << 31) -> None:
-        """Clear the memo if it holds more than about `most` bytes."""
-        if self.held > most:
+    def forget(self) -> None:
+        """Clear the memo if it holds more than about MOST_BYTES."""
+        if self.held > MOST_BYTES:
             self._small.clear()
             self._large.clear()
             self.done.clear()

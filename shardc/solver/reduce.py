@@ -19,12 +19,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardc.solver.assignment_cost import by_identity, ends_of
-from shardc.solver.cost_tables import Given, Index, Pair, Table
+from shardc.solver.cost_tables import CHUNK, Given, Index, Pair, Table
 from shardc.solver.kernels.numpy_kernels import affordable, block_of_allowed
 from shardc.solver.operations import Operations
 
 EASY: Final = 1 << 14
-"""Variables that cost no more table entries than this are minimized out before values are compared."""
+"""Variables that cost no more table entries than this are minimized out before values are compared; after the first
+turn of a search no more are touched in comparing the values of one variable."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,7 @@ class Reduction:
     constant: float = 0.0
     feasible: bool = True
     pair_work: int = 1 << 20
-    beaten_work: int = 1 << 16
+    beaten_work: int = CHUNK
     steps: list[_Step] = field(default_factory=list["_Step"])
     held: frozenset[int] = frozenset()
 

@@ -17,12 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardc.solver.assignment_cost import ROUNDING, AssignmentCost
-from shardc.solver.cost_tables import Index, Memo, Pair, Table
+from shardc.solver.cost_tables import MOST_BYTES, Index, Memo, Pair, Table
 from shardc.solver.dual import Dual
 from shardc.solver.eliminate import Elimination, elimination_order, elimination_work
 from shardc.solver.kernels import Kernels
 from shardc.solver.kernels.numpy_kernels import block
-from shardc.solver.reduce import Reduction
+from shardc.solver.reduce import EASY, Reduction
 
 log = logging.getLogger("shardc")
 
@@ -42,18 +42,15 @@ FEW: Final = 0.8
 more than the gap, they are dropped only once half as few are left."""
 FIRST_PAIRS: Final = 256
 """Pairs of values of two neighbours that are joined the first time; four times as many the next time."""
-LITTLE: Final = 1 << 14
-MUCH: Final = 1 << 24
-"""Entries that may be touched in comparing the values of one variable after the first turn, when layers no longer share
-tables: LITTLE, or MUCH if few values could be dropped: joined values beat many others."""
-LARGE: Final = 1 << 28
-"""Entries of a table of an elimination, at most."""
+AT_ONCE: Final = 1 << 24
+"""Entries that may be touched in eliminating all variables at once, and in comparing the values of one variable where
+few could be dropped: joined values beat many others."""
 FAR: Final = 1e-2
 """Relative gap from which on cost and bound are far from each other."""
 SETTLED: Final = 1e-3
 """Moves along a column of labels that gain no more than this part of the cost count as no gain."""
-MOVE_WORK: Final = 4e9
-"""Entries that one move may touch."""
+SWEEPS: Final = 4
+"""Sweeps of moves over all columns, at most; they end when nothing improves."""
 TIED: Final = 3
 """Distance, in edges, up to which variables must look alike to take one value."""
 STEP: Final = 1 << 16
@@ -83,12 +80,14 @@ class SolverOptions:
     together: Sequence[Sequence[int]] | None = None
     chain: bool | None = None
     coarse: bool | None = None
-    at_once: float = 1 << 24
+    at_once: float = AT_ONCE
     worth: float = 0.25
     kernels: Kernels | None = None
 
 
 DEFAULT: Final = SolverOptions()
+MOVE_WORK: Final = DEFAULT.work / 2
+"""Entries that one move may touch."""
 
 
 @dataclass
@@ -140,7 +139,7 @@ class Search:
             before, after = _values(r), _values(part)
             self.problem = part
             stuck = after > FEW * before
-            part.beaten_work = MUCH if stuck else LITTLE
+            part.beaten_work = AT_ONCE if stuck else EASY  # layers no longer share tables
             part.run()
             if stuck:
                 part.join_small(pairs)
@@ -216,7 +215,7 @@ class Search:
     def _columns(self) -> int:
         return self.labels[0].shape[1] if self.labels else 0
 
-    def move(self, values: list[int], sweeps: int = 4, wide: int = 1) -> None:
+    def move(self, values: list[int], sweeps: int = SWEEPS, wide: int = 1) -> None:
         """Improve an assignment by moves along `wide` columns of the labels at once, at most `sweeps` times along each.
         This work does not count towards the limit, because moves do not raise the bound."""
         self.moved_from, begin = self.full.cost(values), self.problem.ops.work
@@ -365,7 +364,7 @@ class _Part:
         """Whether eliminating all variables touches at most `work` entries."""
         order, pairs = self._open(values)
         entries, largest = elimination_work([len(values[v]) for v in order], pairs, range(len(order)))
-        return entries <= work and largest <= LARGE
+        return entries <= work and 8 * largest <= MOST_BYTES
 
     def eliminate(self, values: Sequence[Index], held: Index | None) -> tuple[Index, float]:
         """The best assignment of these values, or one no worse than `held`; and the work."""

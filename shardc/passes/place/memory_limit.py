@@ -27,7 +27,7 @@ from shardc.passes.estimate.memory import Profile, profile_memory
 from shardc.passes.place.insert_boxing import insert_boxing
 from shardc.passes.place.memory_prices import MemoryModel
 from shardc.passes.place.place import Placed, Placer
-from shardc.passes.place.relink import DifferingParts
+from shardc.passes.place.relink import TOLERANCE, DifferingParts
 from shardc.solver import Assignment, AssignmentCost, by_cost, choices_of
 from shardc.solver.within_limit import GOOD_ENOUGH, CheapestThatFits
 
@@ -49,8 +49,6 @@ PRICE_BISECTIONS: Final = 3
 """Bisection steps between the highest prices at which nothing fits and the lowest at which something does."""
 JOINING: Final = 1e9
 """Work on one merge of solutions, at most."""
-TOLERANCE: Final = 1e-3
-"""Relative distance to the optimum at which a merge ends, and to the cost without a limit at which mixing ends."""
 BOUND_TOLERANCE: Final = 1e-4
 """Relative gap at which a search for a bound ends."""
 ROUNDS: Final = 3
