@@ -21,7 +21,7 @@ FORBIDDEN: Final = 1e15
 CHUNK: Final = 1 << 16
 """Entries of a temporary array that stay in a core's cache."""
 MOST_BYTES: Final = 1 << 31
-"""Bytes that a memo holds before it is cleared, and that one table of an elimination may take."""
+"""Bytes that a memo holds before it is cleared."""
 LARGE: Final = 4096
 """Tables with more entries are looked up by sums of their bits, not by all bytes."""
 

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardc.solver.assignment_cost import ROUNDING, AssignmentCost
-from shardc.solver.cost_tables import MOST_BYTES, Index, Memo, Pair, Table
+from shardc.solver.cost_tables import Index, Memo, Pair, Table
 from shardc.solver.dual import Dual
 from shardc.solver.eliminate import Elimination, elimination_order, elimination_work
 from shardc.solver.kernels import Kernels
@@ -70,7 +70,6 @@ class SolverOptions:
       chain, coarse: whether repeated layers are solved as a chain, and whether values of equal labels are first merged.
         None: where it pays.
       at_once: an elimination that touches at most this many table entries is done at once.
-      worth: a larger elimination is done if its work is at most this share of the search's work so far.
       kernels: the implementation of the loops over tables; None: by the size of the problem. The result is the same.
     """
 
@@ -81,7 +80,6 @@ class SolverOptions:
     chain: bool | None = None
     coarse: bool | None = None
     at_once: float = AT_ONCE
-    worth: float = 0.25
     kernels: Kernels | None = None
 
 
@@ -115,7 +113,6 @@ class Search:
 
     def __post_init__(self) -> None:
         self.limit = self.options.work
-        self._begin = self.problem.ops.work
         self.moved_from = np.inf
         self._tied = False  # whether layers were tied
 
@@ -181,10 +178,8 @@ class Search:
             left = turn.fix()
             if min(map(len, turn.values)) == 0:
                 self.raise_to(self.cost)
-            else:
-                worth = max(self.options.worth * (self.problem.ops.work - self._begin), self.options.at_once)
-                if not self.within(self.options.close) and turn.part.easy(turn.values, worth):
-                    self._eliminate_all(turn)
+            elif not self.within(self.options.close) and turn.part.easy(turn.values, self.options.at_once):
+                self._eliminate_all(turn)
             log.debug("bound %.9g, cost %.9g, %.2f left", self.bound, self.cost, left)
             if self._ended:
                 return None
@@ -363,8 +358,7 @@ class _Part:
     def easy(self, values: Sequence[Index], work: float) -> bool:
         """Whether eliminating all variables touches at most `work` entries."""
         order, pairs = self._open(values)
-        entries, largest = elimination_work([len(values[v]) for v in order], pairs, range(len(order)))
-        return entries <= work and 8 * largest <= MOST_BYTES
+        return elimination_work([len(values[v]) for v in order], pairs, range(len(order))) <= work
 
     def eliminate(self, values: Sequence[Index], held: Index | None) -> tuple[Index, float]:
         """The best assignment of these values, or one no worse than `held`; and the work."""

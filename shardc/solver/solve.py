@@ -160,7 +160,7 @@ def by_cost(
 ) -> Iterator[tuple[float, list[int]]] | None:
     """All assignments with their costs, the cheapest first; None if elimination alone would take more than `work`."""
     order = elimination_order(len(unary), list(pairwise))
-    if elimination_work([u.size for u in unary], list(pairwise), order)[0] > work:
+    if elimination_work([u.size for u in unary], list(pairwise), order) > work:
         return None
     tables = {pair: whole(t) for pair, t in pairwise.items()}
     found = Elimination(unary, tables)
