@@ -63,7 +63,7 @@ PROBLEMS: Mapping[str, Callable[[], None]] = {
     "gpt3-96-2": lambda: gpt3(96, 2),
     "t5_11b-3": lambda: plan_large(LARGE["t5_11b"], LARGE["t5_11b"].mesh, "t5_11b"),
 }
-"""Plans by name: tiny models of the zoo, or GPT-3 and T5, scanned or of so many written-out layers; the number of axes."""
+"""Plans by name: tiny models of the zoo, or large ones, scanned or of so many layers written out; then the axes."""
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,6 @@ FORBIDDEN: Final = 1e15
 """Costs of this size and above are not allowed."""
 CHUNK: Final = 1 << 16
 """Entries of a temporary array that stay in a core's cache."""
-MOST_BYTES: Final = 1 << 31
-"""Bytes that a memo holds before it is cleared."""
 LARGE: Final = 4096
 """Tables with more entries are looked up by sums of their bits, not by all bytes."""
 
@@ -128,9 +126,9 @@ class Memo:
             self.held += array.nbytes
         return made
 
-    def forget(self) -> None:
-        """Clear the memo if it holds more than about MOST_BYTES."""
-        if self.held > MOST_BYTES:
+    def forget(self, most: int = 1 << 31) -> None:
+        """Clear the memo if it holds more than about `most` bytes."""
+        if self.held > most:
             self._small.clear()
             self._large.clear()
             self.done.clear()

@@ -38,7 +38,7 @@ large."""
 TIGHT: Final = 0.1
 LOOSE: Final = 0.5
 """Parts of the distance that is aimed at: the bound of a ring is raised while it gains TIGHT of it, a part is solved to
-LOOSE of it, and values at the ends that a cell has too cost SETTLED of it less."""
+LOOSE of it, and values at the ends that a cell has too cost SETTLED of it less (ablation: layer chain)."""
 HUB: Final = 32
 """A variable with this many neighbours belongs to no layer. It is fixed if one of its values is as good as any."""
 LOOK: Final = 2

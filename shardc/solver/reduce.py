@@ -26,6 +26,10 @@ from shardc.solver.operations import Operations
 EASY: Final = 1 << 14
 """Variables that cost no more table entries than this are minimized out before values are compared; after the first
 turn of a search no more are touched in comparing the values of one variable."""
+AT_ONCE: Final = 1 << 24
+"""Entries that may be touched in eliminating all variables at once; in comparing the values of one variable where few
+could be dropped, as joined values beat many others; and that all tables may have for neighbours to be joined (ablation:
+elimination, joining)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,16 +321,16 @@ class Reduction:
 
     # --- joining ---------------------------------------------------------------------------------------------------
 
-    def join_small(self, values: int, entries: int = 1 << 23) -> None:
+    def join_small(self, values: int) -> None:
         """Joins neighbours with at most `values` pairs of values, those first whose tables grow least, and reduces the
-        result, until the different tables together have `entries` entries."""
+        result, until the different tables together have more than AT_ONCE entries."""
         while self.feasible:
             found: list[tuple[int, int, int]] = []
             distinct: dict[int, int] = {}
             for v, near in enumerate(self.near):
                 found += [(self._growth(v, j), v, j) for j, t in near.items() if j > v and t.size <= values]
                 distinct.update((id(t), t.size) for t in near.values())
-            if sum(distinct.values()) > 2 * entries or not found:
+            if sum(distinct.values()) > AT_ONCE or not found:
                 return
             found.sort()
             taken: set[int] = set()

@@ -24,7 +24,7 @@ from shardc.solver.cost_tables import Index, Pair
 from shardc.solver.layer_chain import End, LayerChain, Numbered
 
 LEAST: Final = 12
-"""The fewest cells of a chain."""
+"""The fewest cells of a chain (ablation: layer chain)."""
 NEAR: Final = 2
 """Distance, in edges, up to which variables of one kind have equal surroundings."""
 PLACE: Final = 2, 4, 8, 16

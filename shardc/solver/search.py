@@ -22,13 +22,14 @@ from shardc.solver.dual import Dual
 from shardc.solver.eliminate import Elimination, elimination_order, elimination_work
 from shardc.solver.kernels import Kernels
 from shardc.solver.kernels.numpy_kernels import block
-from shardc.solver.reduce import EASY, Reduction
+from shardc.solver.reduce import AT_ONCE, EASY, Reduction
 
 log = logging.getLogger("shardc")
 
 LOOK: Final = 6, 16
 """The least and the largest number of times the bound is raised between two looks for better assignments. In between,
-it is raised until that took as long as the last look did, or as the first is expected to."""
+it is raised until that took as long as the last look did, or as the first is expected to. Eight times always: resnet-1
+of the ablation takes 1.5 times as long."""
 FASTER: Final = 10
 """Entries that raising the bound reads in the time in which a look touches one, its overhead included."""
 WINDOW: Final = 4
@@ -36,23 +37,24 @@ WINDOW: Final = 4
 SLOW: Final = 0.1
 """The bound rises slowly if the gap shrinks by less than this part of it in a window."""
 NEAR: Final = (1e-4, 3e-3, 0.1)
-"""Parts of the room between bound and cost: successive looks search among the values within them."""
+"""Parts of the room between bound and cost: successive looks search among the values within them. 1e-2 always: the same
+costs in the same time, but other plans of equal cost (llama, t5)."""
 FEW: Final = 0.8
 """Part of the values that may be left for the others to be dropped. While the bound rises from one look to the next by
 more than the gap, they are dropped only once half as few are left."""
 FIRST_PAIRS: Final = 256
-"""Pairs of values of two neighbours that are joined the first time; four times as many the next time."""
-AT_ONCE: Final = 1 << 24
-"""Entries that may be touched in eliminating all variables at once, and in comparing the values of one variable where
-few could be dropped: joined values beat many others."""
+"""Pairs of values of two neighbours that are joined the first time; four times as many the next time (ablation:
+joining)."""
 FAR: Final = 1e-2
-"""Relative gap from which on cost and bound are far from each other."""
+"""Relative gap from which on cost and bound are far from each other: there more work finds a better plan
+(docs/design/solver.md, "What it costs")."""
 SETTLED: Final = 1e-3
-"""Moves along a column of labels that gain no more than this part of the cost count as no gain."""
+"""Moves along a column of labels that gain no more than this part of the cost count as no gain: a mechanism that
+gains no more goes, too (docs/design/solver.md)."""
 SWEEPS: Final = 4
 """Sweeps of moves over all columns, at most; they end when nothing improves."""
 TIED: Final = 3
-"""Distance, in edges, up to which variables must look alike to take one value."""
+"""Distance, in edges, up to which variables must look alike to take one value (ablation: tied layers)."""
 STEP: Final = 1 << 16
 """Entries that could be touched in the time that it takes to eliminate a variable."""
 

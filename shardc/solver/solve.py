@@ -30,7 +30,8 @@ from shardc.solver.search import (
 )
 
 PART: Final = 0.3, 0.34
-"""The largest part of the variables that a chain may leave to be looked at; with large tables."""
+"""The largest part of the variables that a chain may leave to be looked at; with large tables. So chains are used from
+24 layers of GPT-3 on (ablation: layer chain)."""
 
 Among: TypeAlias = Callable[[Sequence[Index]], tuple[Sequence[Table], Mapping[Pair, Given]]]
 """Costs and tables, as those of `minimize`, restricted to some values of each variable, given by number. Two variables

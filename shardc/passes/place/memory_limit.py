@@ -34,7 +34,8 @@ from shardc.solver.within_limit import GOOD_ENOUGH, CheapestThatFits
 log = logging.getLogger("shardc")
 
 FIRST_PRICE: Final = 0.02
-"""Share of the cost that the first price adds for the excess memory."""
+"""Share of the cost that the first price adds for the excess memory. What a search with these numbers takes and reaches
+at limits from 80 % to 35 % stands in docs/design/memory-limit.md."""
 LEAST_COST: Final = 1e-9
 """Seconds that a cheaper plan is taken to cost."""
 PRICE_GROWTH: Final = 4.0
@@ -56,7 +57,7 @@ ROUNDS: Final = 3
 CROSSINGS: Final = 4
 """Plans made to find which parts of one solution fit, at most: the memory model is nearly right."""
 TRIALS: Final = 5000
-"""Plans of a small program that are tried in the order of cost, times its nodes."""
+"""Plans of a small program that are tried in the order of cost, times its nodes (docs/design/memory-limit.md, 6)."""
 FEW_NODES: Final = 200
 """Nodes of such a program, at most."""
 ELIMINATION: Final = 1e7

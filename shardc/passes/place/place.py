@@ -40,10 +40,12 @@ from shardc.solver.search import DEFAULT, SWEEPS
 log = logging.getLogger("shardc")
 
 WORK_PER_CHOICE: Final = 5e4
-"""Table entries that the solver may read for each choice of each node: a few seconds at most for a small model."""
+"""Table entries that the solver may read for each choice of each node, within the solver's default and MOST_WORK: a few
+seconds at most for a small model."""
 MOST_WORK: Final = 2e10
 PATIENCE: Final = 3.0
-"""Factor on this work while cost and bound are far from each other."""
+"""Factor on this work while cost and bound are far from each other: there it finds a better plan
+(docs/design/solver.md, "What it costs")."""
 
 
 @dataclass(frozen=True, eq=False)
