@@ -1,6 +1,6 @@
 """The worth of each mechanism of the solver: `python -m benchmarks.solver_ablation [problems ...] [--without ...]`.
 
-The tables are those that the planner hands to the solver for large models with memory that never is the limit. The same
+The tables are those that the planner hands to the solver with memory that never is the limit. The same
 tables are solved with one mechanism taken out at a time. A mechanism stays if without it some cost rises by 0.1 % or
 some time doubles. Each problem runs in a process of its own; seconds are the processor's. docs/design/solver.md has the
 table.
@@ -23,10 +23,12 @@ from numpy.typing import NDArray
 from rich.console import Console
 
 import shardc
+from benchmarks.cases import Case
 from benchmarks.large_models import LARGE, Large, pins_of
 from benchmarks.large_step import processor_seconds
 from benchmarks.layers import MESHES
 from benchmarks.measure import fake_cpu, report
+from benchmarks.record import plan_of_case
 from benchmarks.tables import Rows, new_table, start
 from shardc.passes.place import place
 from shardc.solver import Assignment, Memo, SolverOptions, dual, minimize
@@ -36,21 +38,32 @@ from shardc.solver.reduce import Reduction
 from shardc.solver.search import Search
 
 
-def gpt3(layers: int, axes: int, scanned: bool = False) -> tuple[Large, Mapping[str, int], str]:
+def plan_large(large: Large, sizes: Mapping[str, int], pins: str) -> None:
+    mesh = shardc.make_mesh(topology=large.topology, hbm="1000TB", **dict[str, Any](sizes))
+    shardc.function(mesh=mesh, **pins_of(pins, "batch"))(large.step).plan(*large.arguments())
+
+
+def gpt3(layers: int, axes: int, scanned: bool = False) -> None:
     large = LARGE["gpt3"].truncated(layers)
     large = replace(large, config=replace(large.config, scan_layers=scanned))
-    return large, next(m for m in MESHES if len(m) == axes), "gpt3"
+    plan_large(large, next(m for m in MESHES if len(m) == axes), "gpt3")
 
 
-PROBLEMS: Mapping[str, Callable[[], tuple[Large, Mapping[str, int], str]]] = {
+def small(case: str) -> None:
+    plan_of_case(Case.parse(case), "v5p:2x2x2")
+
+
+PROBLEMS: Mapping[str, Callable[[], None]] = {
+    "mlp-1": lambda: small("mlp/fsdp/data=8"),
+    "resnet-1": lambda: small("resnet/fsdp/data=8"),
     "gpt3-scanned-2": lambda: gpt3(96, 2, scanned=True),
     "gpt3-scanned-3": lambda: gpt3(96, 3, scanned=True),
     "gpt3-12-2": lambda: gpt3(12, 2),
     "gpt3-24-3": lambda: gpt3(24, 3),
     "gpt3-96-2": lambda: gpt3(96, 2),
-    "t5_11b-3": lambda: (LARGE["t5_11b"], LARGE["t5_11b"].mesh, "t5_11b"),
+    "t5_11b-3": lambda: plan_large(LARGE["t5_11b"], LARGE["t5_11b"].mesh, "t5_11b"),
 }
-"""Models, meshes and pins by name: scanned or of so many written-out layers, and the number of axes."""
+"""Plans by name: tiny models of the zoo, or large ones, scanned or of so many layers written out; then the axes."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +81,6 @@ class Stop(Exception):
 
 
 def capture(name: str) -> Captured:
-    large, sizes, pins = PROBLEMS[name]()
-    mesh = shardc.make_mesh(topology=large.topology, hbm="1000TB", **dict[str, Any](sizes))
     found: list[Captured] = []
 
     def catch(unary: Any, pairwise: Any, start: Any, labels: Any, memo: Any, options: SolverOptions) -> Assignment:
@@ -78,7 +89,7 @@ def capture(name: str) -> Captured:
 
     with mock.patch.object(place, "minimize", catch):
         try:
-            shardc.function(mesh=mesh, **pins_of(pins, "batch"))(large.step).plan(*large.arguments())
+            PROBLEMS[name]()
         except Stop:
             return found[0]
     raise AssertionError(name)
@@ -110,7 +121,7 @@ PATCHES: Mapping[str, tuple[tuple[Any, str, Any], ...]] = {
 OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "layer chain": {"chain": False},
     "coarse problem": {"coarse": False},
-    "elimination": {"at_once": 0, "worth": 0.0},
+    "elimination": {"at_once": 0},
     "compiled loops": {"kernels": numpy_kernels},
 }
 MECHANISMS = (*OPTIONS, *PATCHES)

@@ -64,22 +64,21 @@ def elimination_order(count: int, pairs: Sequence[Pair]) -> list[int]:
     return order
 
 
-def elimination_work(sizes: Sequence[int], pairs: Sequence[Pair], order: Sequence[int]) -> tuple[float, float]:
-    """The number of table entries that an elimination in this order touches: in total, and for the largest table."""
+def elimination_work(sizes: Sequence[int], pairs: Sequence[Pair], order: Sequence[int]) -> float:
+    """The number of table entries that an elimination in this order touches."""
     around: list[set[int]] = [set() for _ in sizes]
     for i, j in pairs:
         around[i].add(j)
         around[j].add(i)
-    work = largest = 0.0
+    work = 0.0
     for v in order:
         near = around[v]
-        entries = math.prod((float(sizes[i]) for i in near), start=float(sizes[v]))
-        work, largest = work + entries, max(largest, entries)
+        work += math.prod((float(sizes[i]) for i in near), start=float(sizes[v]))
         for i in near:
             around[i] |= near
             around[i] -= {i, v}
         around[v] = set()
-    return work, largest
+    return work
 
 
 class _Ways(NamedTuple):

@@ -37,9 +37,8 @@ SEAMS: Final = 1e-5
 large."""
 TIGHT: Final = 0.1
 LOOSE: Final = 0.5
-LESS: Final = 1e-3
 """Parts of the distance that is aimed at: the bound of a ring is raised while it gains TIGHT of it, a part is solved to
-LOOSE of it, and values at the ends that a cell has too cost LESS of it less."""
+LOOSE of it, and values at the ends that a cell has too cost SETTLED of it less (ablation: layer chain)."""
 HUB: Final = 32
 """A variable with this many neighbours belongs to no layer. It is fixed if one of its values is as good as any."""
 LOOK: Final = 2
@@ -356,7 +355,7 @@ def solve_chain(chain: LayerChain, search: Search, solve_part: _SolvePart, aim: 
     alone = chain.one(shares)
     values = solve_part(ring).values[: len(alone.variables)]
     one = solve_part(alone, values, aim * LOOSE, coarse=False)
-    part = chain.ends(shares, values, aim * LESS * many * abs(one.cost))
+    part = chain.ends(shares, values, aim * SETTLED * many * abs(one.cost))
     close = aim * LOOSE * many * len(alone.variables) / len(part.variables)
     between = chain.between(part, values)
     known = dict(zip(between.variables, solve_part(between, close=max(close, SETTLED)).values, strict=True))

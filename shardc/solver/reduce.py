@@ -19,12 +19,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardc.solver.assignment_cost import by_identity, ends_of
-from shardc.solver.cost_tables import Given, Index, Pair, Table
+from shardc.solver.cost_tables import CHUNK, Given, Index, Pair, Table
 from shardc.solver.kernels.numpy_kernels import affordable, block_of_allowed
 from shardc.solver.operations import Operations
 
 EASY: Final = 1 << 14
-"""Variables that cost no more table entries than this are minimized out before values are compared."""
+"""Variables that cost no more table entries than this are minimized out before values are compared; after the first
+turn of a search no more are touched in comparing the values of one variable."""
+AT_ONCE: Final = 1 << 24
+"""Entries that may be touched in eliminating all variables at once; in comparing the values of one variable where few
+could be dropped, as joined values beat many others; and that all tables may have for neighbours to be joined (ablation:
+elimination, joining)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +93,7 @@ class Reduction:
     constant: float = 0.0
     feasible: bool = True
     pair_work: int = 1 << 20
-    beaten_work: int = 1 << 16
+    beaten_work: int = CHUNK
     steps: list[_Step] = field(default_factory=list["_Step"])
     held: frozenset[int] = frozenset()
 
@@ -316,16 +321,16 @@ class Reduction:
 
     # --- joining ---------------------------------------------------------------------------------------------------
 
-    def join_small(self, values: int, entries: int = 1 << 23) -> None:
+    def join_small(self, values: int) -> None:
         """Joins neighbours with at most `values` pairs of values, those first whose tables grow least, and reduces the
-        result, until the different tables together have `entries` entries."""
+        result, until the different tables together have more than AT_ONCE entries."""
         while self.feasible:
             found: list[tuple[int, int, int]] = []
             distinct: dict[int, int] = {}
             for v, near in enumerate(self.near):
                 found += [(self._growth(v, j), v, j) for j, t in near.items() if j > v and t.size <= values]
                 distinct.update((id(t), t.size) for t in near.values())
-            if sum(distinct.values()) > 2 * entries or not found:
+            if sum(distinct.values()) > AT_ONCE or not found:
                 return
             found.sort()
             taken: set[int] = set()

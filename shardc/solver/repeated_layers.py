@@ -24,12 +24,12 @@ from shardc.solver.cost_tables import Index, Pair
 from shardc.solver.layer_chain import End, LayerChain, Numbered
 
 LEAST: Final = 12
-"""The fewest cells of a chain."""
+"""The fewest cells of a chain (ablation: layer chain)."""
 NEAR: Final = 2
 """Distance, in edges, up to which variables of one kind have equal surroundings."""
 PLACE: Final = 2, 4, 8, 16
 """Distances that may tell the places of a layer apart: the first that tells as many apart as the next."""
-BALL: Final = 24
+BALL: Final = 2 * LEAST
 """Layers around the middle in which the first cell is looked for."""
 MOST: Final = 0.6
 """A place counts if this part of these layers have a variable there."""

@@ -22,13 +22,14 @@ from shardc.solver.dual import Dual
 from shardc.solver.eliminate import Elimination, elimination_order, elimination_work
 from shardc.solver.kernels import Kernels
 from shardc.solver.kernels.numpy_kernels import block
-from shardc.solver.reduce import Reduction
+from shardc.solver.reduce import AT_ONCE, EASY, Reduction
 
 log = logging.getLogger("shardc")
 
 LOOK: Final = 6, 16
 """The least and the largest number of times the bound is raised between two looks for better assignments. In between,
-it is raised until that took as long as the last look did, or as the first is expected to."""
+it is raised until that took as long as the last look did, or as the first is expected to. Eight times always: resnet-1
+of the ablation takes 1.5 times as long."""
 FASTER: Final = 10
 """Entries that raising the bound reads in the time in which a look touches one, its overhead included."""
 WINDOW: Final = 4
@@ -36,26 +37,24 @@ WINDOW: Final = 4
 SLOW: Final = 0.1
 """The bound rises slowly if the gap shrinks by less than this part of it in a window."""
 NEAR: Final = (1e-4, 3e-3, 0.1)
-"""Parts of the room between bound and cost: successive looks search among the values within them."""
+"""Parts of the room between bound and cost: successive looks search among the values within them. 1e-2 always: the same
+costs in the same time, but other plans of equal cost (llama, t5)."""
 FEW: Final = 0.8
 """Part of the values that may be left for the others to be dropped. While the bound rises from one look to the next by
 more than the gap, they are dropped only once half as few are left."""
 FIRST_PAIRS: Final = 256
-"""Pairs of values of two neighbours that are joined the first time; four times as many the next time."""
-LITTLE: Final = 1 << 14
-MUCH: Final = 1 << 24
-"""Entries that may be touched in comparing the values of one variable after the first turn, when layers no longer share
-tables: LITTLE, or MUCH if few values could be dropped: joined values beat many others."""
-LARGE: Final = 1 << 28
-"""Entries of a table of an elimination, at most."""
+"""Pairs of values of two neighbours that are joined the first time; four times as many the next time (ablation:
+joining)."""
 FAR: Final = 1e-2
-"""Relative gap from which on cost and bound are far from each other."""
+"""Relative gap from which on cost and bound are far from each other: there more work finds a better plan
+(docs/design/solver.md, "What it costs")."""
 SETTLED: Final = 1e-3
-"""Moves along a column of labels that gain no more than this part of the cost count as no gain."""
-MOVE_WORK: Final = 4e9
-"""Entries that one move may touch."""
+"""Moves along a column of labels that gain no more than this part of the cost count as no gain: a mechanism that
+gains no more goes, too (docs/design/solver.md)."""
+SWEEPS: Final = 4
+"""Sweeps of moves over all columns, at most; they end when nothing improves."""
 TIED: Final = 3
-"""Distance, in edges, up to which variables must look alike to take one value."""
+"""Distance, in edges, up to which variables must look alike to take one value (ablation: tied layers)."""
 STEP: Final = 1 << 16
 """Entries that could be touched in the time that it takes to eliminate a variable."""
 
@@ -73,7 +72,6 @@ class SolverOptions:
       chain, coarse: whether repeated layers are solved as a chain, and whether values of equal labels are first merged.
         None: where it pays.
       at_once: an elimination that touches at most this many table entries is done at once.
-      worth: a larger elimination is done if its work is at most this share of the search's work so far.
       kernels: the implementation of the loops over tables; None: by the size of the problem. The result is the same.
     """
 
@@ -83,12 +81,13 @@ class SolverOptions:
     together: Sequence[Sequence[int]] | None = None
     chain: bool | None = None
     coarse: bool | None = None
-    at_once: float = 1 << 24
-    worth: float = 0.25
+    at_once: float = AT_ONCE
     kernels: Kernels | None = None
 
 
 DEFAULT: Final = SolverOptions()
+MOVE_WORK: Final = DEFAULT.work / 2
+"""Entries that one move may touch."""
 
 
 @dataclass
@@ -116,7 +115,6 @@ class Search:
 
     def __post_init__(self) -> None:
         self.limit = self.options.work
-        self._begin = self.problem.ops.work
         self.moved_from = np.inf
         self._tied = False  # whether layers were tied
 
@@ -140,7 +138,7 @@ class Search:
             before, after = _values(r), _values(part)
             self.problem = part
             stuck = after > FEW * before
-            part.beaten_work = MUCH if stuck else LITTLE
+            part.beaten_work = AT_ONCE if stuck else EASY  # layers no longer share tables
             part.run()
             if stuck:
                 part.join_small(pairs)
@@ -182,10 +180,8 @@ class Search:
             left = turn.fix()
             if min(map(len, turn.values)) == 0:
                 self.raise_to(self.cost)
-            else:
-                worth = max(self.options.worth * (self.problem.ops.work - self._begin), self.options.at_once)
-                if not self.within(self.options.close) and turn.part.easy(turn.values, worth):
-                    self._eliminate_all(turn)
+            elif not self.within(self.options.close) and turn.part.easy(turn.values, self.options.at_once):
+                self._eliminate_all(turn)
             log.debug("bound %.9g, cost %.9g, %.2f left", self.bound, self.cost, left)
             if self._ended:
                 return None
@@ -216,7 +212,7 @@ class Search:
     def _columns(self) -> int:
         return self.labels[0].shape[1] if self.labels else 0
 
-    def move(self, values: list[int], sweeps: int = 4, wide: int = 1) -> None:
+    def move(self, values: list[int], sweeps: int = SWEEPS, wide: int = 1) -> None:
         """Improve an assignment by moves along `wide` columns of the labels at once, at most `sweeps` times along each.
         This work does not count towards the limit, because moves do not raise the bound."""
         self.moved_from, begin = self.full.cost(values), self.problem.ops.work
@@ -364,8 +360,7 @@ class _Part:
     def easy(self, values: Sequence[Index], work: float) -> bool:
         """Whether eliminating all variables touches at most `work` entries."""
         order, pairs = self._open(values)
-        entries, largest = elimination_work([len(values[v]) for v in order], pairs, range(len(order)))
-        return entries <= work and largest <= LARGE
+        return elimination_work([len(values[v]) for v in order], pairs, range(len(order))) <= work
 
     def eliminate(self, values: Sequence[Index], held: Index | None) -> tuple[Index, float]:
         """The best assignment of these values, or one no worse than `held`; and the work."""

@@ -30,7 +30,8 @@ from shardc.solver.search import (
 )
 
 PART: Final = 0.3, 0.34
-"""The largest part of the variables that a chain may leave to be looked at; with large tables."""
+"""The largest part of the variables that a chain may leave to be looked at; with large tables. So chains are used from
+24 layers of GPT-3 on (ablation: layer chain)."""
 
 Among: TypeAlias = Callable[[Sequence[Index]], tuple[Sequence[Table], Mapping[Pair, Given]]]
 """Costs and tables, as those of `minimize`, restricted to some values of each variable, given by number. Two variables
@@ -160,7 +161,7 @@ def by_cost(
 ) -> Iterator[tuple[float, list[int]]] | None:
     """All assignments with their costs, the cheapest first; None if elimination alone would take more than `work`."""
     order = elimination_order(len(unary), list(pairwise))
-    if elimination_work([u.size for u in unary], list(pairwise), order)[0] > work:
+    if elimination_work([u.size for u in unary], list(pairwise), order) > work:
         return None
     tables = {pair: whole(t) for pair, t in pairwise.items()}
     found = Elimination(unary, tables)

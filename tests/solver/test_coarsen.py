@@ -76,7 +76,7 @@ def test_what_the_coarse_problem_settles_is_not_searched_again(monkeypatch):
 
 def test_where_the_coarse_problem_takes_all_work_nothing_is_searched_again(monkeypatch):
     """What it found is the result then, and its bound."""
-    options = SolverOptions(1.0, coarse=True, at_once=0, worth=0.0)
+    options = SolverOptions(1.0, coarse=True, at_once=0)
     searched = []
     run = Search.run
     monkeypatch.setattr(Search, "run", lambda self: searched.append(self.labels) or run(self))

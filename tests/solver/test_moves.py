@@ -54,7 +54,7 @@ def moves(monkeypatch):
 @pytest.mark.parametrize("forbidden", [0.0, 0.2])
 def test_a_search_moves_what_it_reads(moves, forbidden):
     """Where nothing is eliminated, it mostly comes to the minimum; bound and cost hold in any case."""
-    options, found = SolverOptions(5e8, at_once=0, worth=0.0), 0
+    options, found = SolverOptions(5e8, at_once=0), 0
     for seed in range(6):
         unary, pairwise = grid_problem(seed, forbidden=forbidden)
         plain = minimize(unary, pairwise)

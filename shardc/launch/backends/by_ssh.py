@@ -17,7 +17,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -29,16 +29,14 @@ import jax
 
 from shardc.errors import ClusterError, all_offenders
 from shardc.launch.agent import Agents, Post, RemoteProcess, serve
-from shardc.launch.backends.on_this_machine import interrupts_to, preparing, private_directory, signal_of
-from shardc.launch.backends.under_a_cluster import interface_address, supervise
-from shardc.launch.job import Script
+from shardc.launch.backends.lead import LOOPBACK, Start, bound, lead, signal_of, this_host
+from shardc.launch.job import Job, Script
 from shardc.launch.options import RunOptions
 from shardc.launch.output import Screen
-from shardc.launch.supervisor import GRACE, INTERRUPTED, Event
+from shardc.launch.supervisor import GRACE, Event
 from shardc.runtime.transport.wire import new_secret
 from shardc.versions import VERSION
 
-_LOOPBACK: Final = "127.0.0.1"
 _CONNECT_SECONDS: Final = 10
 """Seconds that ssh may take to connect, and then the agent that it starts."""
 _PAUSE: Final = 1.0
@@ -98,7 +96,7 @@ class _SshProcess(RemoteProcess):
     """A process that ssh starts on another host. While its agent is lost, a new ssh takes the place of one that has
     ended, again and again."""
 
-    def __init__(self, number: int, agents: Agents, screen: Screen | None, host: str, post: Mapping[str, Any]) -> None:
+    def __init__(self, number: int, agents: Agents, screen: Screen, host: str, post: Mapping[str, Any]) -> None:
         super().__init__(number, agents.notifier(number), agents.events, screen)
         self.host_name = host
         agents.add(self)
@@ -127,37 +125,32 @@ def run_by_ssh(options: RunOptions, names: Sequence[str], count: int) -> int:
     Raises:
       ClusterError: hosts that cannot take part; it has a line for each.
     """
-    events: SimpleQueue[Event] = SimpleQueue()
-    with private_directory() as private, interrupts_to(events):
-        return _run(options, names, count, events, private)
+    with this_host(options) as (events, _, prepare):
+        return _run(options, names, count, events, prepare)
 
 
-def _run(options: RunOptions, names: Sequence[str], count: int, events: SimpleQueue[Event], private: Path) -> int:
+def _run(
+    options: RunOptions, names: Sequence[str], count: int, events: SimpleQueue[Event], prepare: Callable[[Job], Job]
+) -> int:
     addresses = [_address(name) for name in names]
     here = [_is_here(address) for address in addresses]
-    other = next((a for a, mine in zip(addresses, here, strict=True) if a and not mine), _LOOPBACK)
-    bind = interface_address(options.bind) if options.bind else _address_towards(other)
-    screen, secret = Screen(), new_secret()
-    agents = Agents(f"[{bind}]:0" if ":" in bind else f"{bind}:0", secret, events)
-    post = _post(options, agents.server.address, secret)
-    mine, started = list[int](), list[_SshProcess]()
-    code = INTERRUPTED
+    other = next((a for a, mine in zip(addresses, here, strict=True) if a and not mine), LOOPBACK)
+    host_of = [p * len(names) // count for p in range(count)]
+    secret, started = new_secret(), list[_SshProcess]()
+
+    def add(number: int, agents: Agents, screen: Screen) -> None:
+        post = _post(options, agents.server.address, secret)
+        started.append(_SshProcess(number, agents, screen, names[host_of[number]], post))
+
+    start = Start(
+        bound(options, _address_towards(other)), secret, [p for p in range(count) if here[host_of[p]]],
+        prepare, add, lambda agents: _meet(started, events),
+    )  # fmt: skip
     try:
-        for p in range(count):
-            i = p * len(names) // count
-            if here[i]:
-                mine.append(p)
-            else:
-                started.append(_SshProcess(p, agents, screen, names[i], post))
-        if _meet(started, events):
-            job = options.job(count, agents.server.address, secret)
-            code = supervise(options, job, agents, mine, preparing(options, private), screen)
+        return lead(start, options, count, events)
     finally:
-        agents.end(code)
-        agents.server.close()
         for process in started:
             process.ssh.close(GRACE)
-    return code
 
 
 def _meet(started: Sequence[_SshProcess], events: SimpleQueue[Event]) -> bool:
@@ -203,7 +196,7 @@ def _address_towards(address: str) -> str:
     with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as sock:
         sock.connect((address, 9))  # nothing is sent
         return sock.getsockname()[0]
-    return _LOOPBACK
+    return LOOPBACK
 
 
 def _is_here(address: str) -> bool:
@@ -235,11 +228,10 @@ def main() -> int:
         sys.exit(f"it has no script {script.name} in {os.getcwd()}")
     if options.log:
         options.log.mkdir(parents=True, exist_ok=True)
-    events: SimpleQueue[Event] = SimpleQueue()
     post = Post(said["address"], bytes.fromhex(said["secret"]), said["place"])
-    with private_directory() as private, interrupts_to(events):
+    with this_host(options) as (events, _, prepare):
         try:
-            return serve(post, options, events, preparing(options, private), forwards=True)
+            return serve(post, options, events, prepare, forwards=True)
         except ClusterError as error:
             sys.exit(f"{error} Does a firewall stop it? --bind sets the address at which it reaches the launcher.")
 

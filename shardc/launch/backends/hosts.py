@@ -23,13 +23,12 @@ from time import monotonic
 from typing import Final
 
 from shardc.errors import ClusterError, all_offenders
-from shardc.launch.agent import Agents, Post, RemoteProcess, serve
+from shardc.launch.agent import Agents, Post, serve
 from shardc.launch.backends.by_ssh import run_by_ssh
-from shardc.launch.backends.on_this_machine import interrupts_to, preparing, private_directory, signal_of
-from shardc.launch.backends.under_a_cluster import interface_address, read_secret, supervise
+from shardc.launch.backends.lead import Start, bound, interface_address, lead, signal_of, this_host
+from shardc.launch.backends.under_a_cluster import read_secret
 from shardc.launch.job import Job
 from shardc.launch.options import RunOptions
-from shardc.launch.output import Screen
 from shardc.launch.supervisor import GRACE, INTERRUPTED, Event
 from shardc.runtime.transport.wire import write_secret
 
@@ -51,9 +50,8 @@ def run_on_hosts(options: RunOptions) -> int:
     _check(options, names, hosts, counted)
     if not counted:
         return run_by_ssh(options, names, count)
-    events: SimpleQueue[Event] = SimpleQueue()
-    with private_directory() as private, interrupts_to(events):
-        prepare, each = preparing(options, private), count // hosts
+    each = count // hosts
+    with this_host(options) as (events, _, prepare):
         if options.host:
             return _follow(options, range(options.host * each, (options.host + 1) * each), events, prepare)
         return _lead(options, each, count, events, prepare)
@@ -80,24 +78,15 @@ def _check(options: RunOptions, names: Sequence[str], hosts: int, counted: bool)
 
 def _lead(options: RunOptions, each: int, count: int, events: SimpleQueue[Event], prepare: Callable[[Job], Job]) -> int:
     """Supervise the run, as the launcher of host 0."""
-    at = str(options.at)
-    host, _, port = at.rpartition(":")
+    host, _, port = str(options.at).rpartition(":")
     _refuse_loopback(host)
     secret = read_secret(options.secret or _make_secret())
-    agents = Agents(f"{interface_address(options.bind)}:{port}" if options.bind else at, secret, events)
-    code = INTERRUPTED
-    try:
-        for p in range(each, count):
-            agents.add(RemoteProcess(p, agents.notifier(p), events))
+
+    def meet(agents: Agents) -> bool:
         with _hint(lambda: _line_to_run(agents, each)):
-            met = agents.meet(options.deadline, *options.missing(count))
-        if met:
-            job = options.job(count, agents.server.address, secret)
-            code = supervise(options, job, agents, range(each), prepare, Screen())
-    finally:
-        agents.end(code)
-        agents.server.close()
-    return code
+            return agents.meet(options.deadline, *options.missing(count))
+
+    return lead(Start(bound(options, host, port), secret, range(each), prepare, meet=meet), options, count, events)
 
 
 def _refuse_loopback(host: str) -> None:

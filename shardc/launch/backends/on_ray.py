@@ -11,18 +11,15 @@ import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from queue import SimpleQueue
-from typing import Any, Final
+from typing import Any
 
 from shardc.errors import ClusterError
 from shardc.launch.agent import Agents, Post, RemoteProcess, serve
-from shardc.launch.backends.on_this_machine import interrupts_to
-from shardc.launch.backends.under_a_cluster import interface_address
+from shardc.launch.backends.lead import LOOPBACK, Start, bound, interrupts_to, lead
 from shardc.launch.options import RunOptions
 from shardc.launch.output import Screen
-from shardc.launch.supervisor import INTERRUPTED, Event, Supervisor
+from shardc.launch.supervisor import Event
 from shardc.runtime.transport.wire import new_secret
-
-_LOOPBACK: Final = "127.0.0.1"
 
 
 def run_on_ray(options: RunOptions, processes: int) -> int:
@@ -41,7 +38,7 @@ def run_on_ray(options: RunOptions, processes: int) -> int:
     try:
         events: SimpleQueue[Event] = SimpleQueue()
         with interrupts_to(events):
-            return _RayRun(ray, options, processes, events).run()
+            return _run(ray, options, processes, events)
     finally:
         if started:
             ray.shutdown()
@@ -50,80 +47,55 @@ def run_on_ray(options: RunOptions, processes: int) -> int:
 class _RayProcess(RemoteProcess):
     """A process that an actor starts. A new actor takes the place of one that has died."""
 
-    def __init__(self, number: int, notify: Callable[[Mapping[str, Any]], object], events: SimpleQueue[Event],
-                 screen: Screen | None, make_actor: Callable[[int], Any]) -> None:  # fmt: skip
-        super().__init__(number, notify, events, screen)
-        self._make_actor = make_actor
-        self.actor: Any = make_actor(number)
+    def __init__(self, number: int, agents: Agents, screen: Screen, make_actor: Callable[[int, str], Any]) -> None:
+        super().__init__(number, agents.notifier(number), agents.events, screen)
+        agents.add(self)
+        self._make = lambda: make_actor(number, agents.server.address)
+        self.actor: Any = self._make()
 
     def replace(self) -> None:
-        self.actor = self._make_actor(self.number)
+        self.actor = self._make()
 
 
-class _RayRun:
-    """A run on Ray: the store, the placement group and its actors."""
+def _run(ray: Any, options: RunOptions, processes: int, events: SimpleQueue[Event]) -> int:
+    """Place the actors, run, and remove them."""
+    gpus = 0 if options.script.devices else int(ray.cluster_resources().get("GPU", 0)) // processes
+    secret, bind = new_secret(), bound(options, _reached(ray))
+    group = _place(ray, options, processes, {"CPU": 1, **({"GPU": gpus} if gpus else {})})
+    try:
+        actor = ray.remote(num_cpus=1, num_gpus=gpus, max_restarts=0)(_Actor)
 
-    def __init__(self, ray: Any, options: RunOptions, processes: int, events: SimpleQueue[Event]) -> None:
-        self._ray, self._options, self._processes, self._events = ray, options, processes, events
-        self._secret, self._screen = new_secret(), Screen()
-        self._nodes = [n for n in ray.nodes() if n["Alive"]]
-        self._gpus = 0 if options.script.devices else int(ray.cluster_resources().get("GPU", 0)) // processes
-        self._host = self._reached()
-        self._agents = Agents(f"{self._host}:0", self._secret, events)
-
-    def _reached(self) -> str:
-        """The address by which actors reach this host."""
-        if self._options.bind:
-            return interface_address(self._options.bind)
-        if len(self._nodes) == 1:
-            return _LOOPBACK
-        return self._ray.util.get_node_ip_address()
-
-    def run(self) -> int:
-        """Place the actors, run, and remove them."""
-        group = self._place()
-        code = INTERRUPTED
-        try:
-            actor = self._ray.remote(num_cpus=1, num_gpus=self._gpus, max_restarts=0)(_Actor)
-
-            def make_actor(place: int) -> Any:
-                strategy = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
-                    placement_group=group, placement_group_bundle_index=place
-                )
-                made = actor.options(scheduling_strategy=strategy).remote()
-                made.serve.remote(self._post(place), self._options, os.getcwd())
-                return made
-
-            for p in range(self._processes):
-                self._agents.add(_RayProcess(p, self._agents.notifier(p), self._events, self._screen, make_actor))
-            if self._agents.meet(self._options.deadline, *self._options.missing(self._processes)):
-                code = self._supervise()
-        finally:
-            self._agents.end(code)
-            self._agents.server.close()
-            self._ray.util.remove_placement_group(group)
-        return code
-
-    def _post(self, place: int) -> Post:
-        return Post(self._agents.server.address, self._secret, place)
-
-    def _place(self) -> Any:
-        bundle = {"CPU": 1, **({"GPU": self._gpus} if self._gpus else {})}
-        group = self._ray.util.placement_group([bundle] * self._processes, strategy="PACK")
-        if not group.wait(self._options.deadline):
-            self._ray.util.remove_placement_group(group)
-            have = {name: self._ray.cluster_resources().get(name, 0) for name in bundle}
-            raise ClusterError(
-                f"Ray has no place for {self._processes} processes of {bundle} within {self._options.deadline:g} s: it "
-                f"has {have} in all. Give fewer --processes, or add nodes."
+        def make_actor(place: int, store: str) -> Any:
+            strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
+                placement_group=group, placement_group_bundle_index=place
             )
-        return group
+            made = actor.options(scheduling_strategy=strategy).remote()
+            made.serve.remote(Post(store, secret, place), options, os.getcwd())
+            return made
 
-    def _supervise(self) -> int:
-        server = self._agents.server
-        job = self._options.job(self._processes, server.address, self._secret)
-        remotes = list(self._agents.remotes.values())
-        return Supervisor(job, remotes, self._screen, lambda job, place: job, server, self._events).run()
+        start = Start(bind, secret, add=lambda p, agents, screen: _RayProcess(p, agents, screen, make_actor))
+        return lead(start, options, processes, events)
+    finally:
+        ray.util.remove_placement_group(group)
+
+
+def _reached(ray: Any) -> str:
+    """The address by which actors reach this host."""
+    alone = sum(n["Alive"] for n in ray.nodes()) == 1
+    return LOOPBACK if alone else ray.util.get_node_ip_address()
+
+
+def _place(ray: Any, options: RunOptions, processes: int, bundle: Mapping[str, int]) -> Any:
+    """A placement group with a bundle for each process."""
+    group = ray.util.placement_group([dict(bundle)] * processes, strategy="PACK")
+    if not group.wait(options.deadline):
+        ray.util.remove_placement_group(group)
+        have = {name: ray.cluster_resources().get(name, 0) for name in bundle}
+        raise ClusterError(
+            f"Ray has no place for {processes} processes of {bundle} within {options.deadline:g} s: it has {have} in "
+            "all. Give fewer --processes, or add nodes."
+        )
+    return group
 
 
 class _Actor:

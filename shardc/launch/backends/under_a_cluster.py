@@ -6,14 +6,11 @@ the supervisor, at the address that JAX's detection gives for its coordinator; t
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import shutil
-import socket
-import struct
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
@@ -22,17 +19,13 @@ from typing import Final
 
 from shardc.compat import DetectedProcess
 from shardc.errors import ClusterError
-from shardc.launch.agent import Agents, Post, RemoteProcess, host_id, serve
-from shardc.launch.backends.on_this_machine import interrupts_to
+from shardc.launch.agent import Agents, Post, serve
+from shardc.launch.backends.lead import Start, bound, interface_address, interrupts_to, lead
 from shardc.launch.job import Job
-from shardc.launch.local_process import LocalProcess
 from shardc.launch.options import RunOptions
-from shardc.launch.output import Screen
-from shardc.launch.supervisor import INTERRUPTED, Event, Supervisor
+from shardc.launch.supervisor import Event
 from shardc.runtime.transport.wire import new_secret, write_secret
 
-_LOOPBACK: Final = "127.0.0.1"
-_GET_ADDRESS: Final = 0x8915  # SIOCGIFADDR of Linux
 _SHORTEST: Final = 16
 """Bytes of a secret that a user gives."""
 
@@ -67,55 +60,24 @@ def _lead(
 ) -> int:
     """Supervise the run, as the launcher of process 0."""
     host, port = found.coordinator.rpartition(":")[::2]
-    bind = f"{interface_address(options.bind) if options.bind else host}:{port}"
+    bind = bound(options, host, port)
     file = None if options.secret else default_secret(found)
     secret = read_secret(options.secret) if options.secret else _make_secret(file)
-    with ExitStack() as stack:
+
+    def drop_secret() -> None:
         if file is not None:
-            stack.callback(file.unlink, missing_ok=True)
-        try:
-            agents = Agents(bind, secret, events)
-        except ClusterError as error:
-            raise ClusterError(f"{error} JAX_COORDINATOR_PORT sets the port, in all processes.") from error
-        stack.callback(agents.server.close)
-        for p in range(1, found.processes):
-            agents.add(RemoteProcess(p, agents.notifier(p), events))
-        code = INTERRUPTED
-        try:
-            if agents.meet(options.deadline, *options.missing(found.processes)):
-                if file is not None:
-                    file.unlink(missing_ok=True)
-                job = options.job(found.processes, agents.server.address, secret)
-                code = supervise(options, job, agents, [0], prepare, Screen())
-        finally:
-            agents.end(code)
-        return code
+            file.unlink(missing_ok=True)
 
+    def meet(agents: Agents) -> bool:
+        met = agents.meet(options.deadline, *options.missing(found.processes))
+        drop_secret()
+        return met
 
-def supervise(
-    options: RunOptions, job: Job, agents: Agents, mine: Sequence[int], prepare: Callable[[Job], Job], screen: Screen
-) -> int:
-    """Run the script in all processes: those of `mine` here, the others by their agents.
-
-    Args:
-      job: of process 0.
-      prepare: completes a job of this host.
-    """
-    host = agents.server.address.rpartition(":")[0]
-    alone = all(r.host == host_id() for r in agents.remotes.values())
-    local = [LocalProcess(p, options, screen, agents.events) for p in mine]
-    handles = sorted([*local, *agents.remotes.values()], key=lambda handle: handle.number)
-
-    def job_of(job: Job, place: int) -> Job:
-        here = place in mine
-        links = f"{_LOOPBACK}:0" if alone else f"{host}:0" if here else ""  # an agent knows its address
-        job = replace(job, config=replace(job.config, links=links))
-        return prepare(job) if here else job
-
-    code = Supervisor(job, handles, screen, job_of, agents.server, agents.events).run()
-    for process in local:
-        process.close()
-    return code
+    in_use = " JAX_COORDINATOR_PORT sets the port, in all processes."
+    try:
+        return lead(Start(bind, secret, [0], prepare, meet=meet, in_use=in_use), options, found.processes, events)
+    finally:
+        drop_secret()
 
 
 def _follow(
@@ -125,30 +87,6 @@ def _follow(
     secret = read_secret(options.secret) if options.secret else wait_for_secret(found, options.deadline)
     bind = interface_address(options.bind) if options.bind else ""
     return serve(Post(found.coordinator, secret, found.me, bind), options, events, prepare)
-
-
-# -- addresses
-
-
-def interface_address(name: str) -> str:
-    """The IPv4 address of a network interface; any other name is returned as it is.
-
-    Raises:
-      ClusterError: the interface has no address, or the name stands for all addresses of a host: nobody reaches that.
-    """
-    if name in ("0.0.0.0", "::", "[::]", "*"):
-        raise ClusterError(
-            f"--bind {name}: others cannot reach this address. Give the address by which other hosts reach this one, "
-            "or the name of its network interface."
-        )
-    if name not in {interface for _, interface in socket.if_nameindex()}:
-        return name
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        try:
-            found = fcntl.ioctl(sock, _GET_ADDRESS, struct.pack("256s", name.encode()[:15]))
-        except OSError as error:
-            raise ClusterError(f"--bind {name}: this interface has no IPv4 address.") from error
-    return socket.inet_ntoa(found[20:24])
 
 
 # -- the secret

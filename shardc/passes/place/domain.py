@@ -31,7 +31,8 @@ from shardc.solver.cost_tables import Given, Lookup, whole
 GROWTH_PENALTY: Final = 1e3
 """Factor on a boxing that makes a value larger before a loop over it or a remat of it: the boxing belongs inside."""
 MOST_CHOICES: Final = 192
-"""Choices of a hold, at most. If the pairs of placements would be more, the hold keeps its value in one placement."""
+"""Choices of a hold, at most. If the pairs of placements would be more, as on three axes, the hold keeps its value in
+one placement (docs/design/all-axes-together.md)."""
 CARRIED: Final = 1e-3
 """Share of the memory traffic of a value that a node only carries: it decides between placements that move the same
 bytes."""

@@ -27,14 +27,15 @@ from shardc.passes.estimate.memory import Profile, profile_memory
 from shardc.passes.place.insert_boxing import insert_boxing
 from shardc.passes.place.memory_prices import MemoryModel
 from shardc.passes.place.place import Placed, Placer
-from shardc.passes.place.relink import DifferingParts
+from shardc.passes.place.relink import TOLERANCE, DifferingParts
 from shardc.solver import Assignment, AssignmentCost, by_cost, choices_of
 from shardc.solver.within_limit import GOOD_ENOUGH, CheapestThatFits
 
 log = logging.getLogger("shardc")
 
 FIRST_PRICE: Final = 0.02
-"""Share of the cost that the first price adds for the excess memory."""
+"""Share of the cost that the first price adds for the excess memory. What a search with these numbers takes and reaches
+at limits from 80 % to 35 % stands in docs/design/memory-limit.md."""
 LEAST_COST: Final = 1e-9
 """Seconds that a cheaper plan is taken to cost."""
 PRICE_GROWTH: Final = 4.0
@@ -49,8 +50,6 @@ PRICE_BISECTIONS: Final = 3
 """Bisection steps between the highest prices at which nothing fits and the lowest at which something does."""
 JOINING: Final = 1e9
 """Work on one merge of solutions, at most."""
-TOLERANCE: Final = 1e-3
-"""Relative distance to the optimum at which a merge ends, and to the cost without a limit at which mixing ends."""
 BOUND_TOLERANCE: Final = 1e-4
 """Relative gap at which a search for a bound ends."""
 ROUNDS: Final = 3
@@ -58,7 +57,7 @@ ROUNDS: Final = 3
 CROSSINGS: Final = 4
 """Plans made to find which parts of one solution fit, at most: the memory model is nearly right."""
 TRIALS: Final = 5000
-"""Plans of a small program that are tried in the order of cost, times its nodes."""
+"""Plans of a small program that are tried in the order of cost, times its nodes (docs/design/memory-limit.md, 6)."""
 FEW_NODES: Final = 200
 """Nodes of such a program, at most."""
 ELIMINATION: Final = 1e7

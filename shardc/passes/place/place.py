@@ -35,17 +35,17 @@ from shardc.solver import (
 )
 from shardc.solver.cost_tables import Given, Index, Table, whole
 from shardc.solver.kernels import Kernels, kernels_for
+from shardc.solver.search import DEFAULT, SWEEPS
 
 log = logging.getLogger("shardc")
 
-AXIS_SWEEPS: Final = 4
-"""Sweeps over the axes from one start, at most; they end when nothing improves."""
 WORK_PER_CHOICE: Final = 5e4
-"""Table entries that the solver may read for each choice of each node: a few seconds at most for a small model."""
-LEAST_WORK: Final = 8e9
+"""Table entries that the solver may read for each choice of each node, within the solver's default and MOST_WORK: a few
+seconds at most for a small model."""
 MOST_WORK: Final = 2e10
 PATIENCE: Final = 3.0
-"""Factor on this work while cost and bound are far from each other."""
+"""Factor on this work while cost and bound are far from each other: there it finds a better plan
+(docs/design/solver.md, "What it costs")."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,7 +104,7 @@ class Tables:
     @property
     def work(self) -> float:
         """The work limit of the solver on these tables."""
-        return min(max(WORK_PER_CHOICE * sum(len(u) for u in self.unary), LEAST_WORK), MOST_WORK)
+        return min(max(WORK_PER_CHOICE * sum(len(u) for u in self.unary), DEFAULT.work), MOST_WORK)
 
     @cached_property
     def together(self) -> list[list[int]] | None:
@@ -170,7 +170,7 @@ class Tables:
         return found if together is None else replace(found, bound=-math.inf)
 
     def move(
-        self, start: Sequence[int], sweeps: int = AXIS_SWEEPS, among: Callable[[Sequence[Index]], Tables] | None = None
+        self, start: Sequence[int], sweeps: int = SWEEPS, among: Callable[[Sequence[Index]], Tables] | None = None
     ) -> list[int]:
         """The best choices found by moves along one axis at a time from `start`, in all repeated layers at once.
 

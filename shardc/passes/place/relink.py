@@ -20,8 +20,9 @@ from shardc.solver.cost_tables import Given, whole
 
 MIP_NODES: Final = 200
 """Nodes of the search for the best parts, at most."""
-MIP_GAP: Final = 1e-3
-"""Relative gap at which that search ends."""
+TOLERANCE: Final = 1e-3
+"""Relative distance to the optimum at which that search ends, and a merge of solutions; and to the cost without a limit
+at which mixing ends."""
 MIP_ROUNDS: Final = 12
 """Solutions with added constraints, at most."""
 MIP_POINTS: Final = 4
@@ -99,7 +100,7 @@ class DifferingParts:
             solved = scipy.optimize.milp(
                 self.costs / scale, integrality=np.ones(self.costs.size), bounds=scipy.optimize.Bounds(0, 1),
                 constraints=(np.asarray(rows), -np.inf, np.asarray(rooms)),
-                options={"node_limit": MIP_NODES, "mip_rel_gap": MIP_GAP},
+                options={"node_limit": MIP_NODES, "mip_rel_gap": TOLERANCE},
             )  # fmt: skip
             if solved.x is None:
                 return None

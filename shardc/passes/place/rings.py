@@ -24,7 +24,8 @@ from shardc.sbp.ring import Ring, ring_price, ring_signatures
 from shardc.sbp.signature import Signature
 
 LEAST_SECONDS: Final = 1e-5
-"""Seconds that a ring has to save in one execution: less is within the uncertainty of latencies."""
+"""Seconds that a ring has to save in one execution: less is within the uncertainty of latencies. This and the next two:
+docs/design/collective-matmul.md, "Offered where it pays"."""
 LEAST_SHARE: Final = 0.1
 """Share of the time of the boxing and the product that it has to save: XLA's products in pieces are some 5 % slower."""
 MOST_DEVICES: Final = 16

@@ -7,15 +7,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from shardc.errors import PipelineError, all_offenders
 from shardc.pipeline.schedule.action import KINDS, Action
 from shardc.pipeline.schedule.schedule import Schedule
-from shardc.pipeline.schedule.text import marked
-
-_SHOWN: Final = 20
-"""The most offenders shown in an error; `check_schedule` returns all."""
+from shardc.pipeline.schedule.text import marked, shown
 
 
 class _Place(NamedTuple):
@@ -47,9 +44,7 @@ def checked(schedule: Schedule) -> Schedule:
     """The schedule itself. Raises PipelineError with all faults if there are any."""
     wrong = check_schedule(schedule)
     if wrong:
-        more = [f"and {len(wrong) - _SHOWN} more."] if len(wrong) > _SHOWN else []
-        head = f'Schedule "{schedule.name}" is not valid:'
-        raise PipelineError(all_offenders(head, [*wrong[:_SHOWN], *more]))
+        raise PipelineError(all_offenders(f'Schedule "{schedule.name}" is not valid:', shown(wrong)))
     return schedule
 
 

@@ -18,7 +18,7 @@ IDLE: Final = ("", ".", "-")
 _AROUND: Final = 5
 """The most cells shown of a row before and after a wrong one."""
 _SHOWN: Final = 20
-"""The most wrong cells shown in an error."""
+"""The most offenders shown in an error."""
 _COMPUTE_ONLY: Final = (
     "shardc derives sends and receives from the order of the computation. Save the compute-only format: torch's "
     '_dump_csv(file, format="compute_only").'
@@ -119,10 +119,14 @@ def _read(rows: Sequence[Sequence[str]], name: str) -> Rows:
                 wrong.append(f"rank {rank}, column {column}: {reason}\n  {marked(rank, cells, column)}")
         read.append(tuple(row))
     if wrong:
-        more = [f"and {len(wrong) - _SHOWN} more."] if len(wrong) > _SHOWN else []
-        error = all_offenders(f'Schedule "{name}" has cells that are not actions:', [*wrong[:_SHOWN], *more])
+        error = all_offenders(f'Schedule "{name}" has cells that are not actions:', shown(wrong))
         raise PipelineError(f"{error}\n{_COMPUTE_ONLY}" if moves else error)
     return tuple(read)
+
+
+def shown(wrong: list[str]) -> list[str]:
+    """The offenders that an error shows, and how many more there are."""
+    return wrong if len(wrong) <= _SHOWN else [*wrong[:_SHOWN], f"and {len(wrong) - _SHOWN} more."]
 
 
 def marked(rank: int, cells: Sequence[str | Action], column: int) -> str:

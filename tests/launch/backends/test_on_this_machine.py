@@ -5,7 +5,6 @@ import pty
 import re
 import signal
 import subprocess
-import sys
 import termios
 import time
 from contextlib import suppress
@@ -151,23 +150,6 @@ def test_ctrl_c(tmp_path, number):
         assert named(str(path)) == []
     assert err.endswith("KeyboardInterrupt\n")
     assert "shardc/launch" not in err
-
-
-def test_the_directory_of_a_launcher_that_runs_nothing_goes_with_it():
-    """As that of another host, which waits."""
-    text = (
-        "from shardc.launch.backends.on_this_machine import private_directory\nimport sys\n"
-        "with private_directory() as path:\n    (path / 'x').touch(); print(path, flush=True); sys.stdin.read()"
-    )
-    for signals in (True, False):
-        waits = subprocess.Popen([sys.executable, "-c", text], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        path = waits.stdout.readline().strip()
-        assert os.listdir(path) == ["x"]
-        if signals:
-            waits.send_signal(signal.SIGKILL)
-        waits.communicate(timeout=20)
-        wait_for(lambda path=path: not os.path.exists(path), 10)
-        wait_for(lambda path=path: named(path) == [], 10)  # nor is there its guard
 
 
 SAVES = """

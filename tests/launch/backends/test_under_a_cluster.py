@@ -13,7 +13,6 @@ from shardc.compat import DetectedProcess, detect_process
 from shardc.errors import ClusterError
 from shardc.launch.backends.under_a_cluster import (
     default_secret,
-    interface_address,
     job_name,
     read_secret,
     wait_for_secret,
@@ -209,10 +208,3 @@ def test_secrets(tmp_path, monkeypatch):
     path.write_text("abc\n")
     with pytest.raises(ClusterError, match=r"short: it has 3 bytes, and at least 16 are needed"):
         read_secret(path)
-
-
-def test_an_interface_is_an_address():
-    assert interface_address("lo") == "127.0.0.1"
-    assert interface_address("node1") == "node1"
-    with pytest.raises(ClusterError, match=r"--bind 0\.0\.0\.0: others cannot reach this address"):
-        interface_address("0.0.0.0")

@@ -15,7 +15,7 @@ from shardc.pipeline.schedule.credits import SAME, derive_order
 from shardc.pipeline.schedule.methods import v_half, v_min, zb_v
 from shardc.pipeline.schedule.methods.method import RankPlacement, ranks_of
 from shardc.pipeline.schedule.methods.order import one_stage
-from shardc.pipeline.schedule.methods.squeeze import squeeze
+from shardc.pipeline.schedule.methods.squeeze import WINDOW, squeeze
 from shardc.pipeline.schedule.methods.table import METHODS
 from shardc.pipeline.schedule.network import network
 from shardc.pipeline.schedule.schedule import Schedule
@@ -149,7 +149,7 @@ class _ScheduleSearch:
         return False
 
     def squeeze(
-        self, plan: Sequence[Sequence[Action]], rank_of: Sequence[int], held: Sequence[int], window: int = 12
+        self, plan: Sequence[Sequence[Action]], rank_of: Sequence[int], held: Sequence[int], window: int = WINDOW
     ) -> bool:
         """Squeeze a plan, and offer the result. Returns whether it is kept."""
         self.placed += sum(map(len, plan)) * 3 // 2
@@ -169,7 +169,7 @@ class _ScheduleSearch:
             noise = (since + 1) // 2 % 8 * sum(self._costs.of(0)) / 2
             plan = _as_late_as_possible(start, self._costs, self._latency, noise, rng)
             rooms = list(_rooms(rank_of, self._m, self._memory))
-            won = self.squeeze(plan, rank_of, rooms[since % len(rooms)], (12, 1, 40)[since % 3])
+            won = self.squeeze(plan, rank_of, rooms[since % len(rooms)], (WINDOW, 1, 40)[since % 3])
             since = 0 if won else since + 1
 
 

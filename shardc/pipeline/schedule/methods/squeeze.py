@@ -8,10 +8,13 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from shardc.pipeline.schedule.action import Action
 from shardc.pipeline.schedule.costs import StageCosts
+
+WINDOW: Final = 12
+"""Planned actions that are considered when the next one cannot run."""
 
 
 class Squeezed(NamedTuple):
@@ -28,7 +31,7 @@ def squeeze(
     held: Sequence[int],
     latency: float = 0.0,
     *,
-    window: int = 12,
+    window: int = WINDOW,
 ) -> Squeezed | None:
     """A schedule in the plan's order, except where waiting for the next action would leave a rank idle.
 
