@@ -17,12 +17,12 @@ from jax.sharding import AbstractMesh, Mesh
 from shardc import compat
 from shardc.arrays.placed import leaf_aval
 from shardc.calls.arrivals import arrivals
+from shardc.calls.call_pins import argument_pins, result_pins
 from shardc.calls.leaves import abstract, on_one_device
 from shardc.calls.opened import STRUCTURE, placed_results
 from shardc.calls.openers import OpenArguments
 from shardc.calls.options import UNSAID, Options, Unsaid, checked_placements, decorated, meshes_of
 from shardc.calls.outer_trace import run_in_outer_trace
-from shardc.calls.pins import argument_pins, result_pins
 from shardc.calls.types import argument_types, explicit_mesh
 from shardc.calls.watch import notify_called, notify_made
 from shardc.compiled import Compiled, run

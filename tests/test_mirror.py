@@ -99,7 +99,7 @@ COVERED: Final[Mapping[str, str]] = {
     "solver/reduce.py": "solver/test_minimize.py",
     "solver/search.py": "solver/test_moves.py",
     "tuning/calibration_text.py": "tuning/test_calibrate.py",
-    "tuning/search.py": "tuning/test_tune.py",
+    "tuning/choices.py": "tuning/test_tune.py",
     "tuning/tuning.py": "tuning/test_tune.py",
 }
 """Source file, or several by a pattern: the test file that covers it best."""

@@ -47,7 +47,7 @@ def _gathered(leaves: Sequence[Any]) -> list[Any]:
             given, gather = [_words(leaves[i]) for i in numbers], _gatherer(mesh)
             made = in_launch_order(ordered_devices(mesh), partial(gather, given))
         for i, x in zip(numbers, made, strict=True):
-            found[i] = _Whole(leaves[i], np.asarray(x).astype(_words(leaves[i]).dtype))
+            found[i] = _GatheredWords(leaves[i], np.asarray(x).astype(_words(leaves[i]).dtype))
     return found
 
 
@@ -58,7 +58,7 @@ def _types_text(xs: Sequence[Any]) -> str:
     return f"{number_text(len(xs), 'array')}, {types if len(types) <= _LONG else types[:_LONG] + digest}"
 
 
-class _Whole:
+class _GatheredWords:
     """The words of an array that was gathered."""
 
     def __init__(self, like: Any, words: np.ndarray[Any, Any]) -> None:
@@ -108,7 +108,7 @@ def _keys(words: np.ndarray[Any, Any], like: Any) -> jax.Array:
 
 
 def _value(x: Any) -> Any:
-    if isinstance(x, _Whole):
+    if isinstance(x, _GatheredWords):
         return x.value()
     if not isinstance(x, jax.Array):
         return x

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from shardc import compat
-from shardc.arrays.remote import RemoteArray
+from shardc.arrays.remote_array import RemoteArray
 from shardc.errors import ArgumentError, all_offenders
 
 

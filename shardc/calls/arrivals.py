@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from shardc.arrays.placed import PlacedArray, StackedArray
-from shardc.arrays.remote import RemoteArray
+from shardc.arrays.remote_array import RemoteArray
 from shardc.calls.wrong_devices import wrong_devices_text
 from shardc.errors import ArgumentError
 from shardc.machine.mesh import AnyMesh, MeshView

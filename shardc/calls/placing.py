@@ -15,7 +15,7 @@ from shardc.arrays.gone import refuse_gone
 from shardc.arrays.placed import is_placed
 from shardc.arrays.placed import put as put_tree
 from shardc.arrays.process_rows import process_rows
-from shardc.arrays.remote import put_remote
+from shardc.arrays.remote_array import put_remote
 from shardc.calls.given_rows import GivenRows, put_rows
 from shardc.calls.leaves import leaf_of
 from shardc.errors import ArgumentError, PlacementError, all_offenders, did_you_mean

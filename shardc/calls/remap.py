@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from shardc.arrays.placed import PlacedArray, StackedArray, is_placed
-from shardc.arrays.remote import RemoteArray
+from shardc.arrays.remote_array import RemoteArray
 from shardc.errors import ClusterError, MeshError, PipelineError
 from shardc.execute.stage_codec import StageEdge
 from shardc.execute.stage_io import StageArray

@@ -23,7 +23,6 @@ from shardc.checkpoint.leaves import blocks_of, check_owned, check_savable, desc
 from shardc.checkpoint.lock import DirectoryLock
 from shardc.checkpoint.manifest import DamagedError, Manifest, StoredLeaf, files_of, write_manifest
 from shardc.checkpoint.orbax import Writer, module
-from shardc.checkpoint.process_group import ClusterPeers, Group, group_of
 from shardc.checkpoint.restore import check_fits, restore
 from shardc.checkpoint.steps import (
     PARTIAL,
@@ -40,6 +39,7 @@ from shardc.checkpoint.steps import (
     tidy,
 )
 from shardc.checkpoint.targets import placed_like
+from shardc.checkpoint.writers import ClusterPeers, Group, group_of
 from shardc.errors import (
     ArgumentError,
     CheckpointError,

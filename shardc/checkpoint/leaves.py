@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardc.arrays.placed import PlacedArray, StackedArray, is_placed
-from shardc.arrays.remote import Arrival, RemoteArray
+from shardc.arrays.remote_array import Arrival, RemoteArray
 from shardc.checkpoint.manifest import VALUES, RowBlock, StoredLeaf
 from shardc.errors import CheckpointError, all_offenders
 from shardc.machine.devices import processes_of

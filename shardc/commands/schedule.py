@@ -52,7 +52,7 @@ makespan."""
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _ScheduleOptions:
     """The options that say which schedule."""
 
     name: str | None
@@ -124,7 +124,7 @@ class _Outcome:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def schedule_command(save: str | None, svg: str | None, trace: str | None, as_json: bool, **options: Any) -> int:
     options["costs"] = options["costs"] or StageCosts()
-    result = _plan(_Asked(**options))
+    result = _plan(_ScheduleOptions(**options))
     if save:
         Path(save).write_text(result.schedule.to_csv(), encoding="utf-8")
     if result.timeline is not None:
@@ -140,7 +140,7 @@ def schedule_command(save: str | None, svg: str | None, trace: str | None, as_js
     return 1 if result.deadlock else 0
 
 
-def _plan(asked: _Asked) -> _Outcome:
+def _plan(asked: _ScheduleOptions) -> _Outcome:
     """The schedule that the options ask for, and its simulation."""
     schedule, found = _schedule(asked)
     costs = StageCosts.read(asked.costs, schedule.stages)
@@ -157,7 +157,7 @@ def _plan(asked: _Asked) -> _Outcome:
     return _Outcome(schedule, timeline, str(deadlock) if deadlock else None, found, net, asked.credits is not None)
 
 
-def _schedule(asked: _Asked) -> tuple[Schedule, FoundSchedule | None]:
+def _schedule(asked: _ScheduleOptions) -> tuple[Schedule, FoundSchedule | None]:
     named = [
         *filter(None, ("NAME" * bool(asked.name), "--schedule" * bool(asked.schedule), "--file" * bool(asked.file)))
     ]
@@ -173,7 +173,7 @@ def _schedule(asked: _Asked) -> tuple[Schedule, FoundSchedule | None]:
     return _named_schedule(asked, asked.name or asked.schedule or "1f1b")
 
 
-def _named_schedule(asked: _Asked, name: str) -> tuple[Schedule, FoundSchedule | None]:
+def _named_schedule(asked: _ScheduleOptions, name: str) -> tuple[Schedule, FoundSchedule | None]:
     ranks: Any = asked.stages
     microbatches: Any = asked.microbatches
     if asked.name:

@@ -103,7 +103,7 @@ class Host:
         }  # fmt: skip
         if self.where == "thread" and self.deadline is None:
             return HostWork(call, tree, leaves, self.gives, self.name, **keywords)
-        make = {"thread": _Thread, "process": _Process, "ray": _RayActor}[self.where]
+        make = {"thread": _CallThread, "process": _Process, "ray": _RayActor}[self.where]
         return _ElsewhereWork(make, call, self.deadline, tree, leaves, self.gives, self.name, **keywords)
 
 
@@ -199,7 +199,7 @@ class _Helper(Protocol):
     def close(self) -> None: ...
 
 
-class _Thread:
+class _CallThread:
     """A thread that calls a function. One that never returns is left alone."""
 
     alive = True

@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 
 from shardc.arrays.fetch import of_words, words
 from shardc.arrays.pieces import pack_array, unpack_array
-from shardc.arrays.remote import RemoteArray, is_remote, is_small
+from shardc.arrays.remote_array import RemoteArray, is_remote, is_small
 from shardc.dataflow.beginning import LateValue, LateValues
 from shardc.dataflow.moves import LeafMove, stay, to_place
 from shardc.dataflow.network import Edge
@@ -193,7 +193,7 @@ class RemoteFlow:
         digest = digest_of(plan)
         links = {p: cluster.link(p) for p in range(cluster.processes) if p != cluster.me}
         number = int.from_bytes(hashlib.sha256(f"{digest} {cluster.count(digest)}".encode()).digest()[:8])
-        codec = _Codec(plan.built.edges, wide)
+        codec = _FlowCodec(plan.built.edges, wide)
         self.network = DistributedNetwork(plan.network, number, [(p,) for p in processes], links, codec)
         self._finalizer = weakref.finalize(self, close_network, self.network, cluster)
 
@@ -372,7 +372,7 @@ def sender(keep: Sequence[bool]) -> LeafMove:
     return ready
 
 
-class _Codec:
+class _FlowCodec:
     """The messages of a flow's channels as bytes (`shardc.runtime.distributed_network.Codec`): logical values."""
 
     def __init__(self, edges: Sequence[Edge], wide: bool) -> None:

@@ -422,7 +422,7 @@ def _first(x: Any) -> Any:
     return x.ravel()[:1]
 
 
-class _Reader:
+class _StateReader:
     """The common part of reads.
 
     Attributes:
@@ -447,7 +447,7 @@ class _Reader:
         return [(c.number, 0 if c is self.own else self.behind + self.stale) for c in changes]
 
 
-class _Read(_Reader):
+class _Read(_StateReader):
     """The work of a read of the state: a copy of what is used.
 
     Attributes:
@@ -492,11 +492,11 @@ class _Read(_Reader):
             return [copied(x) if i in self.used else None for i, x in enumerate(self.shared.leaves)]
 
 
-class _Pull(_Reader, _OnState):
+class _Pull(_StateReader, _OnState):
     """The work of a read that computes."""
 
     def __init__(self, shared: Shared, function: Callee, leaves: Sequence[Any], tree: Any, stale: int | None) -> None:
-        _Reader.__init__(self, None, 1, stale)
+        _StateReader.__init__(self, None, 1, stale)
         _OnState.__init__(self, shared, function, leaves, tree)
 
     def run(self, given: list[Any], round: int) -> Sequence[Any]:

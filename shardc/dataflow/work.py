@@ -130,7 +130,7 @@ class Callee(Protocol):
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
 
-class _Slot:
+class _LeafSlot:
     """A placeholder for a leaf."""
 
     __slots__ = ("index",)
@@ -165,14 +165,14 @@ class FunctionWork:
         args, kwargs = tree.unflatten(leaves)
         self.plan = function.plan(*args, **kwargs)
         mesh = function.mesh if len(self.meshes) == 1 else None
-        slots, named = tree.unflatten([_Slot(i) for i in range(len(leaves))])
+        slots, named = tree.unflatten([_LeafSlot(i) for i in range(len(leaves))])
         call = function.arguments.flatten(slots, named)
         takes: list[LeafPlace] = [HOST] * len(leaves)
         donated: set[int] = set()
         known = function.arguments.flatten(args, kwargs).leaves
         arrays = [(name, x) for name, x, given in zip(call.names, call.leaves, known, strict=True) if is_array(given)]
         for (name, x), placement in zip(arrays, self.plan.inputs, strict=False):  # captured arrays follow
-            if isinstance(x, _Slot):
+            if isinstance(x, _LeafSlot):
                 takes[x.index] = self._place(mesh, placement)
                 if name in function.donates:
                     donated.add(x.index)

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from shardc import compat
 from shardc.arrays.gone import refuse_gone
-from shardc.arrays.remote import Arrival, RemoteArray, is_remote, is_small
+from shardc.arrays.remote_array import Arrival, RemoteArray, is_remote, is_small
 from shardc.compat import Var
 from shardc.errors import MeshError, PeerLostError, PipelineError, PipelineTaskError, ShardcError
 from shardc.execute.agreement import Agreement
@@ -66,7 +66,7 @@ class _StageState:
         self.stage_arrays = [StageArray(tuple(a.shape), p, mesh) for a, p in placed]
 
 
-class _Watch:
+class _TimedTasks:
     """Runs tasks, and waits for each one in a measured call.
 
     It is an object of its own so that no actor's thread keeps the pipeline alive.
@@ -135,7 +135,7 @@ class PipelineExecutable:
         self._avals = [(tuple(a.shape), a.dtype) for a in plan.program.in_avals]
         self._captured = list(plan.program.captured)
         self._last: Recording | None = None
-        self._watch = _Watch()
+        self._watch = _TimedTasks()
         self._executor: Executor | None = None
         self._remote: RemoteStages | None = None
 

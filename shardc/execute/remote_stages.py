@@ -20,7 +20,7 @@ import numpy as np
 from shardc.arrays.fetch import of_words, words
 from shardc.arrays.pieces import pack_array, unpack_array
 from shardc.arrays.placed import is_placed
-from shardc.arrays.remote import Arrival, RemoteArray
+from shardc.arrays.remote_array import Arrival, RemoteArray
 from shardc.errors import ClusterError
 from shardc.execute.process_group import look_at_run
 from shardc.execute.rank_processes import RankProcesses

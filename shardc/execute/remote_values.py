@@ -11,7 +11,7 @@ import numpy as np
 from shardc.arrays.fetch import of_words, words
 from shardc.arrays.pieces import pack_array, unpack_array
 from shardc.arrays.placed import PlacedArray, StackedArray
-from shardc.arrays.remote import RemoteArray, is_remote
+from shardc.arrays.remote_array import RemoteArray, is_remote
 from shardc.errors import ClusterError, number_text
 from shardc.execute.process_group import group_of_run
 from shardc.machine.devices import processes_of

@@ -234,7 +234,7 @@ class Post:
     bind: str = ""
 
 
-class _Forward:
+class _OutputForwarder:
     """Forwards output to the screen of the supervisor."""
 
     def __init__(self) -> None:
@@ -270,7 +270,7 @@ def serve(
       prepare: completes a job on this host.
       forwards: whether the supervisor shows the process's output.
     """
-    forward = _Forward() if forwards else None
+    forward = _OutputForwarder() if forwards else None
     process = LocalProcess(post.place, options, forward, events)
     store: Store | None = _connect(post, options, events, options.deadline)
     try:

@@ -27,7 +27,7 @@ Node: TypeAlias = tuple[int, str]
 
 
 @dataclass(frozen=True)
-class _Edge:
+class _WaitEdge:
     """A wait of one node for another one, and since when it lasts; without a time it says nothing of its own."""
 
     to: Node
@@ -89,8 +89,8 @@ class Lateness:
 
     def _edges(
         self, now: float, said: Mapping[int, Any], ended: Collection[int], before: Mapping[Any, tuple[Any, float]]
-    ) -> dict[Node, list[_Edge]]:
-        found: dict[Node, list[_Edge]] = {}
+    ) -> dict[Node, list[_WaitEdge]]:
+        found: dict[Node, list[_WaitEdge]] = {}
         for p, run in said.items():
             for wait in map(Wait.from_json, run["waits"]):
                 key = p, wait.who, wait.awaited, wait.why
@@ -98,17 +98,17 @@ class Lateness:
                 if wait.seconds < seconds:  # it was not there, or another one like it
                     at = now - min(wait.seconds, 3 * BEAT)
                 self._since[key] = wait.seconds, at
-                found.setdefault((p, wait.who), []).extend(_Edge(to, wait.why, at) for to in wait.awaited)
+                found.setdefault((p, wait.who), []).extend(_WaitEdge(to, wait.why, at) for to in wait.awaited)
         self._add_calls(now, said, ended, before, found)
         scripts = {p for p, who in found if who == SCRIPT}
         running = {(p, who.partition("/")[0]) for p, who in found if "/" in who}
         for p, who in list(found):
             if "/" in who:  # the script waits for its actors
-                found.setdefault((p, SCRIPT), []).append(_Edge((p, who)))
+                found.setdefault((p, SCRIPT), []).append(_WaitEdge((p, who)))
         for p, who in {e.to for es in found.values() for e in es} - found.keys():
             begun = (p, who.partition("/")[0]) in running
             if who != SCRIPT and (p, SCRIPT) in found and (p in scripts or not begun):
-                found[p, who] = [_Edge((p, SCRIPT))]  # its network has not begun there, or waits in a collective
+                found[p, who] = [_WaitEdge((p, SCRIPT))]  # its network has not begun there, or waits in a collective
         return found
 
     def _add_calls(
@@ -117,7 +117,7 @@ class Lateness:
         said: Mapping[int, Any],
         ended: Collection[int],
         before: Mapping[Any, tuple[Any, float]],
-        found: dict[Node, list[_Edge]],
+        found: dict[Node, list[_WaitEdge]],
     ) -> None:
         """Add the waits for processes that have made fewer calls than others of their group."""
         groups: dict[str, str] = {name: call[0] for run in said.values() for name, call in run["calls"].items()}
@@ -133,21 +133,21 @@ class Lateness:
             for p in behind:
                 number, at = before.get((name, p), (None, now))
                 self._since[name, p] = least, at if number == least else now
-            found[_GROUP, name] = [_Edge((p, SCRIPT), why, self._since[name, p][1]) for p in behind]
+            found[_GROUP, name] = [_WaitEdge((p, SCRIPT), why, self._since[name, p][1]) for p in behind]
             for p in ahead:
-                found.setdefault((p, SCRIPT), []).append(_Edge((_GROUP, name)))
+                found.setdefault((p, SCRIPT), []).append(_WaitEdge((_GROUP, name)))
 
     def _judge(
-        self, now: float, edges: Mapping[Node, Sequence[_Edge]], said: Mapping[int, Any]
+        self, now: float, edges: Mapping[Node, Sequence[_WaitEdge]], said: Mapping[int, Any]
     ) -> LateProcesses | None:
-        def is_old(edge: _Edge) -> bool:
+        def is_old(edge: _WaitEdge) -> bool:
             return edge.since is None or now - edge.since >= self._deadline
 
         begun = [
             (node, e) for node, es in edges.items() for e in es
             if e.since is not None and is_old(e) and e.to[0] != node[0]
         ]  # fmt: skip
-        reached: dict[Node, tuple[Node, _Edge]] = {}
+        reached: dict[Node, tuple[Node, _WaitEdge]] = {}
         """The nodes that are awaited for too long, each with the wait by which it was found first."""
         left = begun
         while left:
@@ -170,7 +170,7 @@ class Lateness:
 
 
 def _why(
-    edges: Mapping[Node, Sequence[_Edge]], reached: Mapping[Node, tuple[Node, _Edge]], ends: Collection[Node]
+    edges: Mapping[Node, Sequence[_WaitEdge]], reached: Mapping[Node, tuple[Node, _WaitEdge]], ends: Collection[Node]
 ) -> str:
     """Who waits for what is late, and for what."""
     purposes: dict[str, set[int]] = {}

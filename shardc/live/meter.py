@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from shardc import compat
-from shardc.arrays.remote import is_remote
+from shardc.arrays.remote_array import is_remote
 from shardc.errors import ArgumentError, ShardcWarning, all_offenders
 from shardc.live.figures import step_figures, waiting_text
 from shardc.live.writers import CsvFile, ProgressLine, RowWriter, TensorBoard, is_own_column
@@ -114,10 +114,10 @@ def progress(  # noqa: PLR0913  # a public face
         )
         warnings.warn(text, ShardcWarning, stacklevel=compat.users_level())
     numbers = None if total is None else int(total), int(start), int(every), None if items is None else float(items)
-    return Meter(_Loop(step, *numbers, unit), csv, tensorboard)
+    return Meter(_ShownLoop(step, *numbers, unit), csv, tensorboard)
 
 
-class _Loop:
+class _ShownLoop:
     """The loop that is shown, as `progress` describes it."""
 
     def __init__(self, step: Any, total: int | None, start: int, every: int, items: float | None, unit: str) -> None:
@@ -128,7 +128,7 @@ class _Loop:
 
 
 @dataclass(frozen=True)
-class _Row:
+class _MeterRow:
     """The steps of a row, when they were computed, and the time of one of them."""
 
     steps: _Steps
@@ -148,7 +148,7 @@ class _Clock:
         self._lock, self._stopped, self._thread = Lock(), Event(), None
         self._waiting: deque[tuple[float, _Steps]] = deque()
         """Rows that are not computed yet, and since when they are here."""
-        self._computed: deque[_Row] = deque()
+        self._computed: deque[_MeterRow] = deque()
         self._looked = self._changed = monotonic()
         """When rows were looked at, and found, last."""
         self._base: tuple[int, float] | None = None
@@ -157,7 +157,7 @@ class _Clock:
     def add(self, steps: _Steps) -> None:
         self._waiting.append((monotonic(), steps))
 
-    def computed(self) -> deque[_Row]:
+    def computed(self) -> deque[_MeterRow]:
         """The rows that are computed; the caller takes them."""
         if self._waiting:
             self._look()
@@ -194,7 +194,7 @@ class _Clock:
                 return
             last = found[-1][-1][0]  # rows that one look finds have one rate
             seconds = None if self._base is None else (now - self._base[1]) / (last - self._base[0])
-            self._computed.extend(_Row(steps, now, seconds) for steps in found)
+            self._computed.extend(_MeterRow(steps, now, seconds) for steps in found)
             self._changed = now
             if self._base is None or now - self._base[1] >= 10 * (now - earliest):  # else known too roughly
                 self._base = last, earliest
@@ -203,7 +203,9 @@ class _Clock:
 class Meter:
     """The figures of a loop. Made by `shardc.progress`."""
 
-    def __init__(self, loop: _Loop, csv: str | PathLike[str] | None, tensorboard: str | PathLike[str] | None) -> None:
+    def __init__(
+        self, loop: _ShownLoop, csv: str | PathLike[str] | None, tensorboard: str | PathLike[str] | None
+    ) -> None:
         self._loop, self._files = loop, (csv, tensorboard)
         self._done = loop.start
         self._screen: ProgressLine | None = None
@@ -302,7 +304,7 @@ class Meter:
         while rows:
             self._show(rows.popleft())
 
-    def _show(self, row: _Row) -> None:
+    def _show(self, row: _MeterRow) -> None:
         (step, results), seconds, loop = row.steps[-1], row.seconds, self._loop
         values = {name: value for name, x in results.items() if (value := _value_of(name, x)) is not None}
         rate = None if seconds is None or loop.items is None else loop.items / max(seconds, 1e-9)

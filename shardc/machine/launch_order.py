@@ -25,7 +25,7 @@ from jax.sharding import Mesh
 T = TypeVar("T")
 
 
-class _Thread(threading.local):
+class _LaunchQueue(threading.local):
     """The queue of a thread: the programs with one device here that it has launched."""
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class _Device:
         self.token: Any = None
 
 
-_thread: Final = _Thread()
+_thread: Final = _LaunchQueue()
 _SEVERAL: Final = object()
 """The queue of the programs that have several devices in this process."""
 _devices: Final[dict[Any, _Device]] = {}

@@ -59,10 +59,10 @@ def make_pipeline_plan(request: PipelineRequest) -> MpmdPlan:
     program = run(passes_that_run("before placing", "pipelines"), request.program, request.context)
     stacks = {v for v in program.for_speed.variables.values() if v is not None}
     note = f"Recomputed for speed: {len(stacks)} values that loops would keep."
-    return _Search(replace(request, program=program, notes=(*request.notes, *[note] * bool(stacks)))).run()
+    return _PipelineSearch(replace(request, program=program, notes=(*request.notes, *[note] * bool(stacks)))).run()
 
 
-class _Search:
+class _PipelineSearch:
     """The search: over the stages that recompute their forward, for these over cuts, for a cut over memory limits."""
 
     def __init__(self, request: PipelineRequest) -> None:

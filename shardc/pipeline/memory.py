@@ -127,7 +127,7 @@ def working_bytes(task: StageTask) -> int:
     return estimate_memory(boxed.jaxpr, boxed.placements, mesh.sizes, set(task.outputs), backend=backend).temporaries
 
 
-class _Buffer:
+class _HeldValue:
     """The memory of one value, and how many hold it for each reason."""
 
     __slots__ = ("bytes", "holds", "kind", "since", "stage", "var")
@@ -140,7 +140,7 @@ class _Buffer:
 
 
 class _Entry(NamedTuple):
-    buffer: _Buffer
+    buffer: _HeldValue
     kind: str
     since: int
     until: int
@@ -151,20 +151,20 @@ class _Ledger:
 
     def __init__(self) -> None:
         self.entries: list[_Entry] = []
-        self._open: dict[int, _Buffer] = {}
+        self._open: dict[int, _HeldValue] = {}
 
-    def hold(self, buffer: _Buffer, kind: str, at: int) -> None:
+    def hold(self, buffer: _HeldValue, kind: str, at: int) -> None:
         buffer.holds[kind] = buffer.holds.get(kind, 0) + 1
         self._open[id(buffer)] = buffer
         self._turn(buffer, at)
 
-    def release(self, buffer: _Buffer, kind: str, at: int) -> None:
+    def release(self, buffer: _HeldValue, kind: str, at: int) -> None:
         buffer.holds[kind] -= 1
         if not buffer.holds[kind]:
             del buffer.holds[kind]
             self._turn(buffer, at)
 
-    def _turn(self, buffer: _Buffer, at: int) -> None:
+    def _turn(self, buffer: _HeldValue, at: int) -> None:
         kind = min(buffer.holds, key=_ORDER.index, default="")
         if kind == buffer.kind:
             return
@@ -188,9 +188,9 @@ class _Rank:
         self.starts, self.ends = call.timeline.starts[rank], call.timeline.ends[rank]
         self.stages = [s.number for s in call.stages if s.rank == rank]
         self.ledger = _Ledger()
-        self.residents: dict[tuple[int, Var], _Buffer] = {}
-        self.inbox: dict[Message, list[tuple[_Buffer, str]]] = {}
-        self.leaving: dict[int, list[_Buffer]] = {}  # by the half step at which they are gone
+        self.residents: dict[tuple[int, Var], _HeldValue] = {}
+        self.inbox: dict[Message, list[tuple[_HeldValue, str]]] = {}
+        self.leaving: dict[int, list[_HeldValue]] = {}  # by the half step at which they are gone
 
     def run(self, capacity: int) -> RankMemory:
         self.enter()
@@ -210,14 +210,14 @@ class _Rank:
 
     def enter(self) -> None:
         """The arguments, before the first step; the caller holds those that live here as long as the call runs."""
-        entered: dict[tuple[int, object], _Buffer] = {}
+        entered: dict[tuple[int, object], _HeldValue] = {}
         for stage in self.stages:
             for i, v in zip(
                 self.call.stages[stage].program.arguments, self.call.stages[stage].tasks.arguments, strict=True
             ):
                 key = i, self.call.stages[stage].tasks.placements[v]
                 if key not in entered:
-                    entered[key] = _Buffer(stage, v, self.call.size(stage, v))
+                    entered[key] = _HeldValue(stage, v, self.call.size(stage, v))
                 if self.call.homes[i] == stage:
                     self.ledger.hold(entered[key], "arguments", 0)
                 self.ledger.hold(entered[key], "copies", 0)
@@ -230,7 +230,7 @@ class _Rank:
         if route is None:
             return
         for v in route.taken:
-            buffer = _Buffer(route.target, v, self.call.size(route.target, v))
+            buffer = _HeldValue(route.target, v, self.call.size(route.target, v))
             self.ledger.hold(buffer, "registers", at)
             self.inbox[message].append((buffer, "registers"))
 
@@ -239,14 +239,14 @@ class _Rank:
         stage = task.id.stage
         taken = [[b for b, _ in self.inbox.get(m, ())] for m in step.takes]
 
-        def read(v: Var, place: tuple[int, int] | None) -> _Buffer:
+        def read(v: Var, place: tuple[int, int] | None) -> _HeldValue:
             return self.residents[stage, v] if place is None else taken[place[0]][place[1]]
 
         for v, place in values.incoming:
             self.keep(stage, v, read(v, place), 2 * k)
         donated = call.donated[task.id]
         made = [
-            read(*values.inputs[donated[o]]) if o in donated else _Buffer(stage, v, call.size(stage, v))
+            read(*values.inputs[donated[o]]) if o in donated else _HeldValue(stage, v, call.size(stage, v))
             for o, v in enumerate(task.outputs)
         ]
         for resident, output, v in values.kept:
@@ -264,7 +264,7 @@ class _Rank:
             return "results"
         return "copies" if v in self.call.stages[stage].tasks.arguments else "sums"
 
-    def keep(self, stage: int, v: Var, buffer: _Buffer, at: int) -> None:
+    def keep(self, stage: int, v: Var, buffer: _HeldValue, at: int) -> None:
         """A resident gets a value; the one that it had is read by the step and goes after it."""
         word = self.word(stage, v)
         self.ledger.hold(buffer, word, at)
@@ -273,7 +273,7 @@ class _Rank:
             self.ledger.release(before, word, at if before is buffer else at + 1)
         self.residents[stage, v] = buffer
 
-    def give(self, k: int, message: Message, give: Sequence[SentValue], buffers: Sequence[_Buffer]) -> None:
+    def give(self, k: int, message: Message, give: Sequence[SentValue], buffers: Sequence[_HeldValue]) -> None:
         call = self.call
         route = call.built.channel_values[message[0]]
         if route is None:
@@ -286,10 +286,10 @@ class _Rank:
             return
         word = "stash" if route.source == route.target else "registers"
         source, target = (call.stages[n].tasks.placements for n in (route.source, route.target))
-        kept: list[tuple[_Buffer, str]] = []
+        kept: list[tuple[_HeldValue, str]] = []
         for g, v, buffer in zip(give, route.taken, buffers, strict=True):
             same = source[g.var] == target[v]
-            mine = buffer if same else _Buffer(route.target, v, call.size(route.target, v))
+            mine = buffer if same else _HeldValue(route.target, v, call.size(route.target, v))
             self.ledger.hold(mine, word, 2 * k)
             kept.append((mine, word))
         self.inbox[message] = kept

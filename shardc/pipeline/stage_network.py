@@ -62,7 +62,7 @@ def done_label(rank: int) -> str:
     return f"done {rank}"
 
 
-class _Builder:
+class _NetworkBuilder:
     def __init__(self, cut: Cut, stages: Sequence[Stage], schedule: Schedule, gated: bool) -> None:
         self.cut, self.stages, self.schedule, self.gated = cut, stages, schedule, gated
         self.rank = schedule.rank_of
@@ -154,4 +154,4 @@ def stage_network(cut: Cut, stages: Sequence[Stage], schedule: Schedule, gated: 
       schedule: the order of each actor's actions.
       gated: whether updates wait for every stage's last backward.
     """
-    return _Builder(cut, stages, schedule, gated).run()
+    return _NetworkBuilder(cut, stages, schedule, gated).run()

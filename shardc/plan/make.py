@@ -117,7 +117,7 @@ def _plan_as_written(request: Request, keeps: bool = False) -> SpmdPlan | DoesNo
 class Placing:
     """A program that is to be placed on a mesh: once wherever is cheapest, then within any limits on memory."""
 
-    search: _Search
+    search: _PlanSearch
 
     @classmethod
     def of(cls, request: Request) -> Placing:
@@ -132,7 +132,7 @@ class Placing:
                 pin = arguments[tie].pin  # where the next call wants it
             wanted.append(pin)
         asked = replace(request, arguments=tuple(arguments), results=tuple(wanted))
-        return cls(_Search(asked, tuple(ties)))
+        return cls(_PlanSearch(asked, tuple(ties)))
 
     @property
     def plan(self) -> SpmdPlan:
@@ -282,7 +282,7 @@ that an attempt has to free, or else the recomputed values fill another point of
 
 
 @dataclass(frozen=True, eq=False)
-class _Search:
+class _PlanSearch:
     """The plans of one program: as it is, or as it recomputes values to save memory."""
 
     request: Request
@@ -297,7 +297,7 @@ class _Search:
     def mesh(self) -> MeshView:
         return self.request.mesh
 
-    def recomputing(self, choice: RecomputeChoice) -> _Search:
+    def recomputing(self, choice: RecomputeChoice) -> _PlanSearch:
         """The search for the program that recomputes the chosen values. The cost bound of the program that keeps them
         limits its own bound from above."""
         request = replace(self.request, program=recompute_to_fit(self.program, choice))
@@ -342,7 +342,7 @@ class _Search:
 class _Within:
     """A search, and a limit in bytes of each device."""
 
-    search: _Search
+    search: _PlanSearch
     limit: int
 
     @property

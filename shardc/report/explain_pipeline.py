@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Final
 
-from shardc.arrays.remote import SMALL, bytes_of, is_small
+from shardc.arrays.remote_array import SMALL, bytes_of, is_small
 from shardc.ir.collective import known_bytes, unknown_among
 from shardc.machine.mesh import MeshView
 from shardc.passes.estimate.plan_cost import Time

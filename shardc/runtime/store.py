@@ -39,7 +39,7 @@ def _text_event(key: str, text: str | None) -> Event:
     return {"event": "text", "key": key, "text": text}
 
 
-class _Client(Connection):
+class _ServedProcess(Connection):
     """The server's end of the connection of a process.
 
     Args:
@@ -92,7 +92,7 @@ class StoreServer:
         self._texts: dict[str, str] = {}
         self._asked: dict[str, set[int]] = {}
         """The processes that have asked for a text, by its key."""
-        self._clients: dict[int, _Client] = {}
+        self._clients: dict[int, _ServedProcess] = {}
         self._lock = threading.RLock()
         self._greeting: Event | None = None
         self._on_end, self._on_report = on_end, on_report
@@ -112,12 +112,12 @@ class StoreServer:
                 _log.warning("%s: dropped a second connection of process %d", self.address, hello.process)
                 sock.close()
                 return
-            client = self._clients[hello.process] = _Client(self, sock, hello.process)
+            client = self._clients[hello.process] = _ServedProcess(self, sock, hello.process)
             if client.process >= 0 and self._greeting is not None:
                 client.notify(self._greeting)
             client.start()
 
-    def lose(self, client: _Client) -> None:
+    def lose(self, client: _ServedProcess) -> None:
         """Handle the end of a client's connection."""
         with self._lock:
             known = self._clients.get(client.process) is client
@@ -126,7 +126,7 @@ class StoreServer:
         if known and self._on_end is not None:
             self._on_end(client.process)
 
-    def answer(self, client: _Client, said: Mapping[str, Any]) -> None:
+    def answer(self, client: _ServedProcess, said: Mapping[str, Any]) -> None:
         """Handle a request of a client. Runs in the thread that reads from it."""
         if "key" in said:
             self.set(said["key"], said["text"])

@@ -324,7 +324,7 @@ def _edges(uneven: Shape, mesh: MeshView, ops: tuple[ReduceOp, ...]) -> _Edges:
     return _Edges(steps, (*steps.names, *permutes), name, src, dst, first, tuple(kinds))
 
 
-class _Graph:
+class _PlacementGraph:
     """The placements of a shape, and the steps between them with their costs.
 
     Attributes:
@@ -374,7 +374,7 @@ def _alike(shape: Shape, steps: _Steps) -> tuple[NDArray[np.intp], NDArray[np.in
     return src, dst
 
 
-_graph = lru_cache(maxsize=1024)(_Graph)
+_graph = lru_cache(maxsize=1024)(_PlacementGraph)
 
 
 def find_boxing(shape: Shape, itemsize: int, src: Placement, dst: Placement, mesh: MeshView) -> Boxing:
@@ -417,7 +417,7 @@ def _shortest(
     return Boxing(path, tuple(step_price(s, shape, itemsize, mesh) for s in path))
 
 
-def _path(graph: _Graph, start: int, goal: int, came: Mapping[int, int]) -> tuple[BoxingStep, ...]:
+def _path(graph: _PlacementGraph, start: int, goal: int, came: Mapping[int, int]) -> tuple[BoxingStep, ...]:
     """The steps from `start` to `goal`; `came` is the number of the last step to each placement."""
     path: list[BoxingStep] = []
     while goal != start:
@@ -446,7 +446,7 @@ class BoxingTable:
 _FAR: Final = 2 * LONGEST
 
 
-def _all_pairs(graph: _Graph) -> NDArray[np.int64]:
+def _all_pairs(graph: _PlacementGraph) -> NDArray[np.int64]:
     """The least time between every two placements."""
     n, price, edges = len(graph.held), graph.wire + graph.rest, graph.edges
     cost = np.full((n, n), _FAR, np.int64)

@@ -108,7 +108,7 @@ def _beyond(end: End) -> End:
     return end[2], end[1] ^ 1, end[0]
 
 
-class _Steps(NamedTuple):
+class _CellEdges(NamedTuple):
     """The edges within a cell, in both directions, in the order in which they are followed: large tables first, since
     small ones may lead to another layer.
 
@@ -130,7 +130,7 @@ class _Steps(NamedTuple):
     out: Index
 
 
-def _steps_in(cell: Index, kind: Kinds, problem: Numbered) -> _Steps:
+def _steps_in(cell: Index, kind: Kinds, problem: Numbered) -> _CellEdges:
     inner = problem.near.among(cell)
     place, table, variable = inner.source, inner.table, cell[inner.other]
     sizes = np.asarray([t.size for t in problem.tables], np.intp)
@@ -140,7 +140,7 @@ def _steps_in(cell: Index, kind: Kinds, problem: Numbered) -> _Steps:
     lengths = np.diff(begins, append=place.size)
     first = np.repeat(begins, lengths)
     out = np.argsort(place, kind="stable")
-    return _Steps(
+    return _CellEdges(
         place, table, inner.other[order], kind[variable], first, first + np.repeat(lengths, lengths), inner.start, out
     )
 
@@ -148,7 +148,7 @@ def _steps_in(cell: Index, kind: Kinds, problem: Numbered) -> _Steps:
 class _Follower:
     """Follows steps from one variable to the others of its cell. Python reads lists faster than arrays."""
 
-    def __init__(self, steps: _Steps, near: Adjacency, kind: Kinds) -> None:
+    def __init__(self, steps: _CellEdges, near: Adjacency, kind: Kinds) -> None:
         self._place, self._table, self._to = steps.place.tolist(), steps.table.tolist(), steps.to.tolist()
         self._wanted = steps.kind.tolist()
         self._first, self._last = steps.first.tolist(), steps.last.tolist()

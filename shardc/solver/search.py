@@ -164,7 +164,7 @@ class Search:
     def _turn(self, inside: Sequence[int]) -> Reduction | None:
         """Raise the bound as long as that pays, and look for better assignments. Returns the problem reparametrized by
         the messages, without values that cost too much; its constant is the bound. None ends the search."""
-        turn = _Turn(self, inside)
+        turn = _SearchTurn(self, inside)
         if turn.part.easy(turn.values, self.options.at_once):
             self._eliminate_all(turn)
             return None
@@ -189,7 +189,7 @@ class Search:
                 return turn.rest()
         raise AssertionError
 
-    def _eliminate_all(self, turn: _Turn) -> None:
+    def _eliminate_all(self, turn: _SearchTurn) -> None:
         """Find the best assignment of the remaining values by elimination. It, or the best one known, is optimal."""
         self.offer(self.whole(turn.inside, turn.eliminate(turn.values)))
         self.raise_to(self.cost)
@@ -246,7 +246,7 @@ class Search:
             self.values, self.cost = values, cost
 
 
-class _Turn:
+class _SearchTurn:
     """The messages of a reduced problem, and the values and assignments that follow from them.
 
     Attributes:
@@ -259,7 +259,7 @@ class _Turn:
         self.search, self.inside, self.problem = search, inside, search.problem
         number = {v: k for k, v in enumerate(inside)}
         near = [{number[j]: t for j, t in self.problem.near[v].items()} for v in inside]
-        self.part = _Part([self.problem.own[v] for v in inside], near)
+        self.part = _Subproblem([self.problem.own[v] for v in inside], near)
         self.values = [np.arange(u.size) for u in self.part.own]
 
     def begin(self) -> None:
@@ -350,7 +350,7 @@ class _Turn:
         return found
 
 
-class _Part:
+class _Subproblem:
     """A problem that is solved by elimination for a subset of each variable's values."""
 
     def __init__(self, own: Sequence[Table], near: Sequence[Mapping[int, Table]]) -> None:

@@ -36,8 +36,8 @@ from shardc.plan.forbid import Forbid
 from shardc.plans import MemoryLimitError
 from shardc.report.tables import devices_text, seconds_text
 from shardc.sbp.placement import AUTO
+from shardc.tuning.choices import PIPE, MeshChoice, MeshSearch, TunedStep, meshes, pipelines
 from shardc.tuning.meshes import NAMES, Sizes, slice_of
-from shardc.tuning.search import PIPE, MeshChoice, MeshSearch, TunedStep, meshes, pipelines
 from shardc.tuning.tuning import Candidate, Tuning, mesh_text
 
 log = logging.getLogger("shardc")

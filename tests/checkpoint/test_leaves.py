@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from shardc import PlacedArray, Placement, S, StackedArray, make_mesh
 from shardc.arrays.placed import put_leaf
-from shardc.arrays.remote import RemoteArray
+from shardc.arrays.remote_array import RemoteArray
 from shardc.checkpoint.leaves import (
     blocks_of,
     check_owned,

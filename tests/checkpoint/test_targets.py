@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from shardc import PlacedArray, Placement, S, StackedArray, make_mesh
 from shardc.arrays.placed import put_leaf
-from shardc.arrays.remote import Arrival, RemoteArray
+from shardc.arrays.remote_array import Arrival, RemoteArray
 from shardc.checkpoint.leaves import described
 from shardc.checkpoint.targets import Given, placed_like, target_of
 from shardc.errors import ArgumentError, PlacementError

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import shardc
-from shardc.arrays.remote import RemoteArray
+from shardc.arrays.remote_array import RemoteArray
 from shardc.dataflow import remote as flows
 from shardc.dataflow.remote import RunFacts, agree_on_run, values_of_nodes, values_of_state
 from shardc.execute.process_group import ProcessGroup

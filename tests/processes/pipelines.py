@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 
 import shardc
 from shardc import S
-from shardc.arrays.remote import RemoteArray, is_remote
+from shardc.arrays.remote_array import RemoteArray, is_remote
 from shardc.execute.process_group import group_of_run
 from shardc.machine.devices import process_of
 from shardc.runtime.cluster import current

@@ -63,7 +63,7 @@ def _run(ray: Any, options: RunOptions, processes: int, events: SimpleQueue[Even
     secret, bind = new_secret(), bound(options, _reached(ray))
     group = _place(ray, options, processes, {"CPU": 1, **({"GPU": gpus} if gpus else {})})
     try:
-        actor = ray.remote(num_cpus=1, num_gpus=gpus, max_restarts=0)(_Actor)
+        actor = ray.remote(num_cpus=1, num_gpus=gpus, max_restarts=0)(_RayAgent)
 
         def make_actor(place: int, store: str) -> Any:
             strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
@@ -98,7 +98,7 @@ def _place(ray: Any, options: RunOptions, processes: int, bundle: Mapping[str, i
     return group
 
 
-class _Actor:
+class _RayAgent:
     """An actor of Ray that serves as an agent."""
 
     def serve(self, post: Post, options: RunOptions, directory: str) -> int:

@@ -103,7 +103,7 @@ def accumulate(
 
     @functools.wraps(fn, updated=())
     def accumulated(*args: Any, **kwargs: Any) -> Any:
-        return _Loop(microbatch_call(fn, args, kwargs, split), microbatches, reduce).run()
+        return _AccumulationLoop(microbatch_call(fn, args, kwargs, split), microbatches, reduce).run()
 
     return accumulated
 
@@ -127,7 +127,7 @@ class _Result:
     written: list[int]
 
 
-class _Loop:
+class _AccumulationLoop:
     def __init__(self, call: MicrobatchCall, m: int, reduce: Any) -> None:
         self.call, self.m, self.reduce = call, m, reduce
         self.rows, self.whole, self.given = (call.pools[p] for p in ("row", "whole", "state"))

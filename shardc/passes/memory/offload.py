@@ -155,7 +155,7 @@ def _updates_last(jaxpr: Jaxpr, arguments: Sequence[Var]) -> Jaxpr:
 
 
 @dataclass(frozen=True, slots=True)
-class _Offer:
+class _HostOffer:
     """A value that could live on the host.
 
     Attributes:
@@ -187,7 +187,7 @@ class OffloadOptions:
         self.boxed, self.paths, self.donations, self.mesh, self.backend = boxed, paths, donations, mesh, backend
 
     @cached_property
-    def offers(self) -> list[_Offer]:
+    def offers(self) -> list[_HostOffer]:
         """The cheapest for its bytes first, among equals the largest."""
         link = self.mesh.topology.host_bandwidth
         found = [*self._arguments(), *self._stacks()] if link else []
@@ -197,7 +197,7 @@ class OffloadOptions:
     def all(self) -> HostChoice:
         return _joined([o.choice for o in self.offers])
 
-    def _arguments(self) -> Iterator[_Offer]:
+    def _arguments(self) -> Iterator[_HostOffer]:
         jaxpr = self.boxed.jaxpr
         made = {v: n for n, e in enumerate(jaxpr.eqns) for v in e.outvars}
         read: dict[Var, int] = {}
@@ -210,14 +210,14 @@ class OffloadOptions:
             if self.may_move(v) and not compat.is_literal(result) and result in made and v in read:
                 needed = (read[v], made[result]) if v in heavy else None
                 bytes_ = self.bytes(v)
-                yield _Offer(HostChoice({i: k}), bytes_, 2 * host_seconds(bytes_, self.mesh), needed)
+                yield _HostOffer(HostChoice({i: k}), bytes_, 2 * host_seconds(bytes_, self.mesh), needed)
 
-    def _stacks(self) -> Iterator[_Offer]:
+    def _stacks(self) -> Iterator[_HostOffer]:
         for residual in find_residuals(self.boxed.jaxpr):
             if self.may_move(residual.stack):
                 bytes_ = self.bytes(residual.stack)
                 seconds = 2 * host_seconds(bytes_ * residual.trips, self.mesh)
-                yield _Offer(HostChoice(stacks=(residual.stack,)), bytes_, seconds)
+                yield _HostOffer(HostChoice(stacks=(residual.stack,)), bytes_, seconds)
 
     def may_move(self, v: Var) -> bool:
         """Whether XLA can keep a value on the host: an array, of numbers, that is no partial sum."""
@@ -256,7 +256,7 @@ def _joined(choices: Sequence[HostChoice]) -> HostChoice:
     return HostChoice(arguments, tuple(v for c in choices for v in c.stacks))
 
 
-def _at_peak(offers: Sequence[_Offer], jaxpr: Jaxpr, profile: Profile) -> list[_Offer]:
+def _at_peak(offers: Sequence[_HostOffer], jaxpr: Jaxpr, profile: Profile) -> list[_HostOffer]:
     """The offers that free memory at the peak."""
     at = int(profile.bytes.argmax())
     scopes, live = scopes_at(jaxpr, at), set(profile.live_ranges.holdings(at))
@@ -268,9 +268,9 @@ def _at_peak(offers: Sequence[_Offer], jaxpr: Jaxpr, profile: Profile) -> list[_
     ]  # fmt: skip
 
 
-def _enough(offers: Sequence[_Offer], missing: float) -> list[_Offer]:
+def _enough(offers: Sequence[_HostOffer], missing: float) -> list[_HostOffer]:
     """The first offers that are `missing` bytes; in place of the last of them the smallest that is enough."""
-    taken = list[_Offer]()
+    taken = list[_HostOffer]()
     for n, offer in enumerate(offers):
         if offer.bytes >= missing:
             rest = [o for o in offers[n:] if o.bytes >= missing]

@@ -55,7 +55,7 @@ def offer_rings(domains: ValueTables, n: Node) -> Rings | None:
     ]  # fmt: skip
     if len(values) < 3 or not rings or not axes or not _is_heavy(domains, n):
         return None
-    offer = _Offer(domains, n, values, (*n.options, *rings))
+    offer = _RingOffer(domains, n, values, (*n.options, *rings))
     found = offer.of([(k, len(n.options) + r) for k in axes for r in range(len(rings))])
     return found if len(found.seconds) else None
 
@@ -67,7 +67,7 @@ def _is_heavy(domains: ValueTables, n: Node) -> bool:
     return n.rule.flops / float(devices) / speed >= LEAST_SECONDS
 
 
-class _Offer:
+class _RingOffer:
     """The rings of one node."""
 
     def __init__(self, domains: ValueTables, n: Node, values: Sequence[Value], signatures: Sequence[Signature]) -> None:

@@ -179,7 +179,7 @@ def recompute_residuals(
             eqn = eqn.replace(params=with_bodies(eqn, list(map(scope, bodies_of(eqn)))))
         if eqn.primitive.name == "scan":
             if any(a in makers for a in eqn.invars if not compat.is_literal(a)):
-                eqn = _Reader(eqn, makers, lambda stack: slices[makers[stack]], variables).run()
+                eqn = _RecomputingLoop(eqn, makers, lambda stack: slices[makers[stack]], variables).run()
             mine = next((makers[v] for v in eqn.outvars if v in makers), None)
             if mine is not None:
                 eqn = _without(eqn, makers, slices[mine].kept)
@@ -195,7 +195,7 @@ def _without(eqn: Eqn, stacks: Collection[Var], stacked: Mapping[Var, Var]) -> E
     return replace(loop, stacks=kept | {stack: v for v, stack in stacked.items()}).live().equation()
 
 
-class _Reader:
+class _RecomputingLoop:
     """A loop that reads residuals, rewritten to recompute their rows, each before it is first read.
 
     Attributes:

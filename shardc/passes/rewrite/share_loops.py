@@ -273,7 +273,7 @@ def _readers(maker: Mapping[Var, Eqn]) -> dict[Var, Eqn]:
 
 
 @dataclass(frozen=True)
-class _Rounds:
+class _LoopRounds:
     """The rows of a loop, in `rounds` rounds of one row for each of `n` devices; padding follows the last row."""
 
     n: int
@@ -319,7 +319,7 @@ def _neutral(start: Any, c: Combination) -> Any:
 
 def _shared(loop: Loop, carries: Sequence[Combination | None], n: int) -> Any:
     """The closed jaxpr of a scan whose rounds take a row of each of `n` devices."""
-    body, by = compat.close(loop.body), _Rounds(n, loop.length)
+    body, by = compat.close(loop.body), _LoopRounds(n, loop.length)
     combined = [c for c in carries if c is not None]
 
     def run(*operands: Any) -> list[Any]:

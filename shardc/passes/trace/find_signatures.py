@@ -144,7 +144,7 @@ def _find(eqn: Eqn) -> ClosedJaxpr | OperationSignatures | None:
     if body is not None and not _has_while(body.jaxpr):
         return body
     avals = ([ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in side] for side in (eqn.invars, eqn.outvars))
-    operation = _Operation(eqn.primitive, eqn.params, *avals)
+    operation = _BoundPrimitive(eqn.primitive, eqn.params, *avals)
     return _found_by_batching(operation) or body
 
 
@@ -158,7 +158,7 @@ def _has_while(jaxpr: Any) -> bool:
 
 
 @dataclass(frozen=True, eq=False)
-class _Operation:
+class _BoundPrimitive:
     """A primitive with its parameters, and the types of its operands and results."""
 
     primitive: Any
@@ -170,7 +170,7 @@ class _Operation:
         return compat.bind_with(self.primitive, self.params)(*operands)
 
 
-def _found_by_batching(operation: _Operation) -> OperationSignatures | None:
+def _found_by_batching(operation: _BoundPrimitive) -> OperationSignatures | None:
     """The signatures for the dimensions that the primitive can be batched over."""
     levels: list[Level] = []
     core, left = operation, iter(range(TRACES))
@@ -189,7 +189,7 @@ def _found_by_batching(operation: _Operation) -> OperationSignatures | None:
     return OperationSignatures(fn, _text(factors, len(operation.operands)), _flops(operation))
 
 
-def _without_one(operation: _Operation, left: Iterator[int]) -> tuple[Level, _Operation] | None:
+def _without_one(operation: _BoundPrimitive, left: Iterator[int]) -> tuple[Level, _BoundPrimitive] | None:
     """A dimension that an operation is the vmap over, and the operation without it."""
     for into in _ways_to_batch(operation.operands):
         less = [
@@ -209,7 +209,7 @@ def _without_one(operation: _Operation, left: Iterator[int]) -> tuple[Level, _Op
             batched = jax.vmap(fn, in_axes=into, out_axes=list(out))
             if _is_this(_traced(batched, operation.operands), operation):
                 types = [ShapeDtypeStruct(y.shape, y.dtype) for y in results]
-                return Level(into, out), _Operation(operation.primitive, params, less, types)
+                return Level(into, out), _BoundPrimitive(operation.primitive, params, less, types)
     return None
 
 
@@ -228,7 +228,7 @@ def _ways_to_batch(operands: Sequence[ShapeDtypeStruct]) -> list[Axes]:
     return sorted((w for w in ways if any(d is not None for d in w)), key=order)[:GUESSES]
 
 
-def _params_without(operation: _Operation, into: Axes) -> Iterator[tuple[dict[str, Any], tuple[int, ...]]]:
+def _params_without(operation: _BoundPrimitive, into: Axes) -> Iterator[tuple[dict[str, Any], tuple[int, ...]]]:
     """Parameters that the operation may have without a dimension, and the dimension's number in the results. Numbers of
     later dimensions are one less, and lists with an entry for each dimension are shorter."""
     dim = next(d for d in into if d is not None)
@@ -279,7 +279,7 @@ def _traced(fn: Callable[..., Any], operands: Sequence[ShapeDtypeStruct]) -> Any
     return None if closed is None else closed.jaxpr
 
 
-def _is_this(jaxpr: Any, operation: _Operation) -> bool:
+def _is_this(jaxpr: Any, operation: _BoundPrimitive) -> bool:
     """Whether a jaxpr is exactly one operation on its own inputs."""
     if jaxpr is None or len(jaxpr.eqns) != 1:
         return False
@@ -291,7 +291,7 @@ def _is_this(jaxpr: Any, operation: _Operation) -> bool:
     )  # fmt: skip
 
 
-def _factors_of(operation: _Operation, levels: Sequence[Level]) -> list[list[str | None]]:
+def _factors_of(operation: _BoundPrimitive, levels: Sequence[Level]) -> list[list[str | None]]:
     """The factor of each dimension of each operand and result."""
     ports = [*operation.operands, *operation.results]
     factors: list[list[str | None]] = [[None] * len(a.shape) for a in ports]
@@ -322,7 +322,7 @@ def _or_none(fn: Callable[..., Any], *args: Any) -> Any:
         return None
 
 
-def _flops(operation: _Operation) -> float:
+def _flops(operation: _BoundPrimitive) -> float:
     """The floating-point operations that XLA counts; 0 where it does not look inside."""
     lowered = _or_none(jax.jit(lambda *xs: operation(*xs)).lower, *operation.operands)
     known = None if lowered is None else _or_none(lowered.cost_analysis)

@@ -174,10 +174,10 @@ def place_body(loop: Loop, stages: int, where: str) -> PlacedBody:
     Raises:
       PipelineError: there are too many or too few boundaries, they are out of order, or a stage has no work.
     """
-    return _Placer(loop, stages, where).run()
+    return _StageAssigner(loop, stages, where).run()
 
 
-class _Placer:
+class _StageAssigner:
     def __init__(self, loop: Loop, stages: int, where: str) -> None:
         self.loop, self.stages, self.where = loop, stages, where
         self.alias: dict[Var, Atom] = {}

@@ -22,7 +22,7 @@ from shardc.ir.loop import Carry, Loop
 from shardc.ir.nested import trips_of
 from shardc.ir.program import Program
 from shardc.passes.trace.canonicalize import with_own_bodies
-from shardc.pipeline.cut_search.rows import RowUse, piece_eqn, row_use, rows_of
+from shardc.pipeline.cut_search.split_rows import RowUse, piece_eqn, row_use, rows_of
 
 Ends: TypeAlias = tuple[int, ...]
 """The starts of pieces of rows, and the end of the last one: `(0, 3, 5)`."""

@@ -15,7 +15,7 @@ from shardc.pipeline.schedule.schedule import Schedule
 from shardc.pipeline.schedule.text import marked, shown
 
 
-class _Place(NamedTuple):
+class _RankPlace(NamedTuple):
     rank: int
     column: int
 
@@ -48,19 +48,19 @@ def checked(schedule: Schedule) -> Schedule:
     return schedule
 
 
-def _places(schedule: Schedule) -> dict[Action, list[_Place]]:
-    found: dict[Action, list[_Place]] = {}
+def _places(schedule: Schedule) -> dict[Action, list[_RankPlace]]:
+    found: dict[Action, list[_RankPlace]] = {}
     for rank, row in enumerate(schedule.rows):
         for column, action in enumerate(row):
-            found.setdefault(action, []).append(_Place(rank, column))
+            found.setdefault(action, []).append(_RankPlace(rank, column))
     return found
 
 
-def _at(place: _Place) -> str:
+def _at(place: _RankPlace) -> str:
     return f"rank {place.rank}, column {place.column}"
 
 
-def _marked(schedule: Schedule, place: _Place) -> str:
+def _marked(schedule: Schedule, place: _RankPlace) -> str:
     return "\n  " + marked(place.rank, schedule.rows[place.rank], place.column)
 
 
@@ -70,7 +70,7 @@ def _idle_ranks(schedule: Schedule) -> Iterator[str]:
             yield f"rank {rank} has no actions, but every rank has to run a stage. Leave the row out, or add actions."
 
 
-def _gaps(field: str, present: set[int], schedule: Schedule, places: dict[Action, list[_Place]]) -> Iterator[str]:
+def _gaps(field: str, present: set[int], schedule: Schedule, places: dict[Action, list[_RankPlace]]) -> Iterator[str]:
     """Numbers that are left out, such as stage 2 of stages 0, 1 and 3."""
     numbers = sorted(present)
     for before, after in zip([-1, *numbers], numbers, strict=False):
@@ -83,13 +83,13 @@ def _gaps(field: str, present: set[int], schedule: Schedule, places: dict[Action
             yield f"{_at(place)}: {first}, but {plural} {out} {verb} no actions.{_marked(schedule, place)}"
 
 
-def _doubled(schedule: Schedule, places: dict[Action, list[_Place]]) -> Iterator[str]:
+def _doubled(schedule: Schedule, places: dict[Action, list[_RankPlace]]) -> Iterator[str]:
     for action, found in places.items():
         for repeated in found[1:]:
             yield f"{_at(repeated)}: {action} again, after {_at(found[0])}.{_marked(schedule, repeated)}"
 
 
-def _split_stages(schedule: Schedule, places: dict[Action, list[_Place]]) -> Iterator[str]:
+def _split_stages(schedule: Schedule, places: dict[Action, list[_RankPlace]]) -> Iterator[str]:
     """Stages on several ranks. The rank with most of the stage's actions is taken as the right one."""
     by_stage: dict[int, Counter[int]] = {}
     for action, found in places.items():
@@ -104,7 +104,7 @@ def _split_stages(schedule: Schedule, places: dict[Action, list[_Place]]) -> Ite
             )
 
 
-def _missing(schedule: Schedule, places: dict[Action, list[_Place]]) -> Iterator[str]:
+def _missing(schedule: Schedule, places: dict[Action, list[_RankPlace]]) -> Iterator[str]:
     """Missing actions: every stage and microbatch has F, and either B or both I and W."""
     for stage in sorted({a.stage for a in places}):
         for microbatch in sorted({a.microbatch for a in places}):
@@ -124,7 +124,9 @@ def _missing(schedule: Schedule, places: dict[Action, list[_Place]]) -> Iterator
                 yield _lack(schedule, places, wants, Action(stage, present[-1], microbatch) if present else None)
 
 
-def _lack(schedule: Schedule, places: dict[Action, list[_Place]], wants: Sequence[Action], last: Action | None) -> str:
+def _lack(
+    schedule: Schedule, places: dict[Action, list[_RankPlace]], wants: Sequence[Action], last: Action | None
+) -> str:
     """The text about missing actions of one stage and microbatch, whose last present action is `last`."""
     names = " and ".join(f"{a} ({KINDS[a.kind]}{', or I and W' if a.kind == 'B' else ''})" for a in wants)
     missing = f"{names} {'is' if len(wants) == 1 else 'are'} missing"
@@ -135,7 +137,7 @@ def _lack(schedule: Schedule, places: dict[Action, list[_Place]], wants: Sequenc
     return f"{_at(place)}: {missing}, but {last} is here.{_marked(schedule, place)}"
 
 
-def _too_early(schedule: Schedule, places: dict[Action, list[_Place]]) -> Iterator[str]:
+def _too_early(schedule: Schedule, places: dict[Action, list[_RankPlace]]) -> Iterator[str]:
     for action, found in places.items():
         place = found[0]
         for need in schedule.needs(action):

@@ -244,7 +244,7 @@ def run_timed(net: Network, cost: Cost, link: LinkCost | None, rounds: int | Non
     return _SimulatedRun(net, cost, link or _no_link, net.period if rounds is None else rounds).timeline()
 
 
-class _Link(NamedTuple):
+class _ChannelLink(NamedTuple):
     """The link of a channel: its latency, the seconds of a message, what a message uses, and whether others do too."""
 
     latency: float
@@ -293,7 +293,7 @@ class _SimulatedRun:
         for message in net.first_messages():
             self.actors[self.target[message[0]]].deliver(message, 0.0)
 
-    def _link_of(self, channel: Channel, link: LinkCost, own: dict[tuple[int, int], int]) -> _Link | None:
+    def _link_of(self, channel: Channel, link: LinkCost, own: dict[tuple[int, int], int]) -> _ChannelLink | None:
         latency, seconds = link(channel)
         if not (0.0 <= latency < _FOREVER and 0.0 <= seconds < _FOREVER):
             raise PipelineError(
@@ -305,7 +305,7 @@ class _SimulatedRun:
         uses, way = channel.uses, (channel.source, channel.target)
         if not uses:
             uses = (own[way] if way in own else own.setdefault(way, self.turns.add(channel.source)),)
-        return _Link(latency, seconds, uses, bool(self.turns.contended(uses)))
+        return _ChannelLink(latency, seconds, uses, bool(self.turns.contended(uses)))
 
     def _run(self, is_last: bool) -> None:
         """Let all actors advance as far as they can. Unless these rounds are the last, no turn is given that an actor

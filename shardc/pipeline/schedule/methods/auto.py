@@ -111,7 +111,7 @@ def find_schedule(
 
 
 @dataclass(frozen=True)
-class _Candidate:
+class _TriedOrder:
     schedule: Schedule
     timeline: Timeline
     makespan: float
@@ -123,7 +123,7 @@ class _ScheduleSearch:
     def __init__(
         self, microbatches: int, costs: StageCosts, latency: float, memory: Sequence[int] | None, bound: float
     ) -> None:
-        self.best: _Candidate | None = None
+        self.best: _TriedOrder | None = None
         self.tried = 0
         self.placed = 0
         self._m = microbatches
@@ -140,7 +140,7 @@ class _ScheduleSearch:
         peaks = peak_activations(schedule, timeline)
         if self._memory and any(p > limit for p, limit in zip(peaks, self._memory, strict=True)):
             return False
-        new = _Candidate(schedule, timeline, timeline.makespan, (max(peaks), sum(peaks), timeline.messages))
+        new = _TriedOrder(schedule, timeline, timeline.makespan, (max(peaks), sum(peaks), timeline.messages))
         old = self.best
         faster = old is None or new.makespan * SAME < old.makespan
         if faster or (old and new.makespan <= old.makespan * SAME and new.rest < old.rest):
@@ -229,7 +229,7 @@ def _rooms(rank_of: Sequence[int], microbatches: int, memory: Sequence[int] | No
 
 
 def _as_late_as_possible(
-    best: _Candidate, costs: StageCosts, latency: float, noise: float, rng: random.Random
+    best: _TriedOrder, costs: StageCosts, latency: float, noise: float, rng: random.Random
 ) -> list[list[Action]]:
     """F and I of each rank, sorted by their latest possible starts in this schedule plus noise."""
     schedule = best.schedule

@@ -23,7 +23,7 @@ def orders(ranks: int, microbatches: int, chunks: int, costs: StageCosts) -> Sch
 
 def _row(rank: int, ranks: int, m: int) -> Iterator[Action]:
     far = ranks - 1 - rank
-    down, up = _Stage(rank), _Stage(2 * ranks - 1 - rank)
+    down, up = _StageCounts(rank), _StageCounts(2 * ranks - 1 - rank)
     for _ in range(2 * far):
         yield down.next("F")
     for _ in range(rank + 1):
@@ -49,7 +49,7 @@ def _row(rank: int, ranks: int, m: int) -> Iterator[Action]:
     yield from late
 
 
-class _Stage:
+class _StageCounts:
     """Counts the microbatches of one stage."""
 
     def __init__(self, stage: int) -> None:

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from shardc.pipeline.cut_search.rows import row_use
+from shardc.pipeline.cut_search.split_rows import row_use
 
 pytestmark = pytest.mark.usefixtures("compiled_fast")
 
