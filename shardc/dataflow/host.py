@@ -295,7 +295,7 @@ class _RayActor:
             self._ray: Any = importlib.import_module("ray")
         except ImportError as error:
             raise FlowError(f"{name}: where=\"ray\": Ray is not installed; pip install 'shardc[ray]'.") from error
-        self._actor = self._ray.remote(num_cpus=1, max_restarts=0)(_Asked).remote(call)
+        self._actor = self._ray.remote(num_cpus=1, max_restarts=0)(_RayCallee).remote(call)
         self.alive = True
         self.death = self.late = ""
 
@@ -314,7 +314,7 @@ class _RayActor:
         self._ray.kill(self._actor)
 
 
-class _Asked:
+class _RayCallee:
     """The body of an actor of Ray."""
 
     def __init__(self, call: Callable[..., Any]) -> None:

@@ -51,7 +51,7 @@ Event: TypeAlias = tuple[Any, ...]
 
 
 @dataclass
-class _OccupiedPlace:
+class _TakenPlace:
     """A place, with the process that runs there as the supervisor knows it."""
 
     handle: ProcessHandle
@@ -135,8 +135,8 @@ class Supervisor:
         events: SimpleQueue[Event],
     ) -> None:
         self._job, self._screen, self._job_of, self._server, self._events = job, screen, job_of, server, events
-        self._places = [_OccupiedPlace(handle) for handle in handles]
-        self._members: list[_OccupiedPlace] = []
+        self._places = [_TakenPlace(handle) for handle in handles]
+        self._members: list[_TakenPlace] = []
         """The place of each process."""
         self._least = job.config.least or len(handles)
         self._epoch, self._restarts = 0, job.config.restarts
@@ -201,7 +201,7 @@ class Supervisor:
             case _:
                 self._interrupt()
 
-    def _reported(self, place: _OccupiedPlace, said: Mapping[str, Any]) -> None:
+    def _reported(self, place: _TakenPlace, said: Mapping[str, Any]) -> None:
         match said["what"]:
             case "joined":
                 place.joined = True
@@ -214,7 +214,7 @@ class Supervisor:
             case _:
                 place.report = dict(said)
 
-    def _ended_well(self, place: _OccupiedPlace, calls: Mapping[str, Any]) -> None:
+    def _ended_well(self, place: _TakenPlace, calls: Mapping[str, Any]) -> None:
         """Handle the end of a script. When all scripts have ended, all processes leave."""
         if place.ended is not None or self._leaving or self._over_at is not None:
             return
@@ -253,7 +253,7 @@ class Supervisor:
         islands = 1 if config.islands == 1 else processes // config.per_island
         return replace(config, processes=processes, islands=islands, epoch=self._epoch, restarts=self._restarts)
 
-    def _chosen(self) -> list[_OccupiedPlace]:
+    def _chosen(self) -> list[_TakenPlace]:
         """The most places that the run can go on with now; none if they are too few. Islands stay whole."""
         there = [p for p in self._places if p.handle.is_here and not (p.unfit or p.leaves)]
         config = self._job.config
@@ -261,7 +261,7 @@ class Supervisor:
         processes = len(there) // size * size
         return there[:processes] if processes >= self._least else []
 
-    def _number(self, places: Sequence[_OccupiedPlace]) -> None:
+    def _number(self, places: Sequence[_TakenPlace]) -> None:
         """Number the processes of these places. What is still on its way from earlier ones is of earlier starts."""
         latest = max(p.start for p in self._places)
         for place in self._places:
@@ -281,7 +281,7 @@ class Supervisor:
             self._newcomers.add(at)
             self._screen.say(f"{_host(place)} is there; the run takes it at its next checkpoint")
 
-    def _regroup(self, places: Sequence[_OccupiedPlace]) -> None:
+    def _regroup(self, places: Sequence[_TakenPlace]) -> None:
         """Go on with these places from the last checkpoint: all processes start again."""
         self._wait = None
         self._kill(p for p in self._places if p.running)
@@ -325,7 +325,7 @@ class Supervisor:
                 place.running = False
                 self._give_up([Failure(p, 1, f"it cannot be started: {error}", when=monotonic())])
 
-    def _kill(self, places: Iterable[_OccupiedPlace]) -> None:
+    def _kill(self, places: Iterable[_TakenPlace]) -> None:
         """Kill the processes of places and wait for their ends."""
         killed = list(places)
         for place in killed:
@@ -337,7 +337,7 @@ class Supervisor:
 
     # -- ends
 
-    def _ended(self, place: _OccupiedPlace, code: int) -> None:
+    def _ended(self, place: _TakenPlace, code: int) -> None:
         place.running = False
         if place.killed:
             return
@@ -388,7 +388,7 @@ class Supervisor:
         if self._over_at is None:
             self._over_at = monotonic() + GRACE
 
-    def _is_behind(self, place: _OccupiedPlace) -> bool:
+    def _is_behind(self, place: _TakenPlace) -> bool:
         """Whether a process was started before the last loss, and has not begun the epoch since."""
         return place.epoch < self._epoch and not self._is_in(place.process)
 
@@ -494,7 +494,7 @@ class Supervisor:
 
     # -- an end that is asked for
 
-    def _terminate(self, place: _OccupiedPlace | None) -> None:
+    def _terminate(self, place: _TakenPlace | None) -> None:
         """Handle SIGTERM to this launcher, or to that of another host: all processes save at the next common step.
 
         The second one to this launcher kills them. They are interrupted if nothing would be saved.
@@ -619,7 +619,7 @@ class Supervisor:
     def _lose_late(
         self,
         late: LateProcesses,
-        named: Sequence[_OccupiedPlace],
+        named: Sequence[_TakenPlace],
         answers: Sequence[str | None],
         heard: Mapping[int, str],
     ) -> None:
@@ -694,11 +694,11 @@ class Supervisor:
         return TERMINATED if self._terminated else failures[0].code
 
 
-def _threads_key(place: _OccupiedPlace) -> str:
+def _threads_key(place: _TakenPlace) -> str:
     """The key under which a process answers what its threads do."""
     return f"threads of {place.process}, start {place.start}, asked at {place.asked}"
 
 
-def _host(place: _OccupiedPlace) -> str:
+def _host(place: _TakenPlace) -> str:
     name = getattr(place.handle, "host_name", "")
     return f"host {name}" if name else "its host"

@@ -57,7 +57,7 @@ class _Side(NamedTuple):
     places: list[slice]
 
 
-class _VisitedTogether(NamedTuple):
+class _Independent(NamedTuple):
     """Variables that are visited together: no two of them are neighbours.
 
     Attributes:
@@ -104,7 +104,7 @@ class _Sums:
     """
 
     def __init__(
-        self, tables: Sequence[Table], levels: Sequence[_VisitedTogether], along: Sequence[slice], size: int
+        self, tables: Sequence[Table], levels: Sequence[_Independent], along: Sequence[slice], size: int
     ) -> None:
         self.messages, self._given, self._space = np.empty(size), np.empty(size), _space(tables)
 
@@ -133,7 +133,7 @@ def _ranges(begins: Index, counts: Index) -> Index:
     return np.arange(ends[-1] if ends.size else 0) + np.repeat(begins - (ends - counts), counts)
 
 
-def _levels(graph: Graph) -> list[_VisitedTogether]:
+def _levels(graph: Graph) -> list[_Independent]:
     """Groups of variables that can be visited at once: a variable is one level after the last of its earlier
     neighbours."""
     other: list[int] = graph.other.tolist()
@@ -145,7 +145,7 @@ def _levels(graph: Graph) -> list[_VisitedTogether]:
     return [_level(graph, variables) for variables in np.split(order, bounds) if variables.size]
 
 
-def _level(graph: Graph, variables: Index) -> _VisitedTogether:
+def _level(graph: Graph, variables: Index) -> _Independent:
     sizes = np.diff(graph.first)[variables]
     begins = np.cumsum(sizes) - sizes
     mine = [slice(a, a + n) for a, n in zip(begins.tolist(), sizes.tolist(), strict=True)]
@@ -168,7 +168,7 @@ def _level(graph: Graph, variables: Index) -> _VisitedTogether:
         ranks.append((_ranges(begins[some], sizes[some]), to))
     share, values = np.repeat(graph.share[variables], sizes), _ranges(graph.first[variables], sizes)
     earlier, later = side(graph.start[:-1], graph.split), side(graph.split, graph.start[1:])
-    return _VisitedTogether(variables, mine, values, begins, share, ranks, earlier, later)
+    return _Independent(variables, mine, values, begins, share, ranks, earlier, later)
 
 
 class NumpyPasses:
@@ -197,7 +197,7 @@ class NumpyPasses:
         self._graph, self._size = graph, ends[-1]
 
     @cached_property
-    def _levels(self) -> list[_VisitedTogether]:
+    def _levels(self) -> list[_Independent]:
         return _levels(self._graph)
 
     @cached_property
@@ -239,7 +239,7 @@ class NumpyPasses:
             self._sums.send(ahead, costs[ahead.of] - messages[ahead.to])
         return 0.0 if forward else in_order(np.concatenate((self._left * rest, leasts))[self._bound])
 
-    def _read(self, level: _VisitedTogether, behind: _Side, given: Table, messages: Table, values: Index) -> None:
+    def _read(self, level: _Independent, behind: _Side, given: Table, messages: Table, values: Index) -> None:
         """Set each variable of a level to its best value, given the values of the variables visited before."""
         for (e, _), part in zip(behind.parts, behind.places, strict=True):
             here = given[part]
