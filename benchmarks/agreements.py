@@ -28,7 +28,7 @@ from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
 
-from shardc.checkpoint.writers import Group
+from shardc.checkpoint.writing_group import Group
 from shardc.errors import PeerLostError
 from shardc.runtime.cluster import Cluster, RunConfig
 from shardc.runtime.store import StoreServer

@@ -39,7 +39,7 @@ from shardc.checkpoint.steps import (
     tidy,
 )
 from shardc.checkpoint.targets import placed_like
-from shardc.checkpoint.writers import ClusterPeers, Group, group_of
+from shardc.checkpoint.writing_group import ClusterPeers, Group, group_of
 from shardc.errors import (
     ArgumentError,
     CheckpointError,

@@ -56,7 +56,7 @@ class Stage:
 
 
 @dataclass(frozen=True, eq=False)
-class _Candidate:
+class _StageCandidate:
     """A stage with its program, as it was cut or rewritten, that is to be placed."""
 
     stage: StageProgram
@@ -68,7 +68,7 @@ class _Candidate:
         plan = self.placing.plan
         return plan.seconds + avoided_seconds(plan.parts)
 
-    def is_cheaper(self, other: _Candidate) -> bool:
+    def is_cheaper(self, other: _StageCandidate) -> bool:
         """Whether it takes less time by more than rounding."""
         return self.seconds < other.seconds * (1 - ROUNDING)
 
@@ -92,7 +92,7 @@ class StagePlacer:
         self._readers = Counter(
             (rank, i) for s, rank in zip(cut.stages, self._rank_of, strict=True) for i in s.arguments
         )
-        self._compared: dict[tuple[int, frozenset[tuple[int, Placement]]], Compared[_Candidate]] = {}
+        self._compared: dict[tuple[int, frozenset[tuple[int, Placement]]], Compared[_StageCandidate]] = {}
         self._stages: dict[tuple[int, frozenset[tuple[int, Placement]], int | None], Stage] = {}
 
     def place(self, limits: Mapping[int, int]) -> list[Stage]:
@@ -133,7 +133,7 @@ class StagePlacer:
         shared = [n for n, i in enumerate(s.arguments) if self._readers[rank, i] > 1]
         return Stage(s.stage, rank, self._views[rank], plan, split_tasks(s, plan, shared), s)
 
-    def _candidates(self, s: StageProgram, pins: Mapping[int, Pin]) -> Compared[_Candidate]:
+    def _candidates(self, s: StageProgram, pins: Mapping[int, Pin]) -> Compared[_StageCandidate]:
         """The stage as it was cut, and rewritten, with the known placements of its transfers' other ends."""
         homes, mesh = self._cut.homes, self._views[self._rank_of[s.stage]]
         arguments = [
@@ -144,12 +144,12 @@ class StagePlacer:
             s.program, mesh, arguments, results, replicate=self._request.replicate, forbids=bool(mesh.avoids)
         )
 
-        def candidate(asked: Request) -> _Candidate | None:
+        def candidate(asked: Request) -> _StageCandidate | None:
             stage = s if asked.program is s.program else rewritten_stage(s, asked.program)
             program = pin_transfers(asked.program, pins)
-            return stage and _Candidate(stage, Placing.of(replace(asked, program=program)))
+            return stage and _StageCandidate(stage, Placing.of(replace(asked, program=program)))
 
-        return compare(request, candidate, lambda c: c.seconds, _Candidate.is_cheaper)
+        return compare(request, candidate, lambda c: c.seconds, _StageCandidate.is_cheaper)
 
 
 def rewritten_stage(s: StageProgram, program: Program) -> StageProgram | None:

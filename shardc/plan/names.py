@@ -120,7 +120,7 @@ def names_of(boxed: Boxed, program: Program, known: Mapping[Var, ValueName] | No
       program: has the paths of its arguments and results.
       known: names that some variables have already, as in a part of a named program.
     """
-    walk = _Walk(boxed.placements, known or {})
+    walk = _NameWalk(boxed.placements, known or {})
     for path, var in zip(program.in_paths, boxed.jaxpr.invars, strict=True):
         walk.define(var, walk.known.get(var) or ValueName("argument", path), ())
     walk.body(boxed.jaxpr, 1, ValueName("value", ""))
@@ -134,7 +134,7 @@ def copies(eqn: Eqn) -> bool:
     return eqn.primitive is box_p or is_memory_move(eqn)
 
 
-class _Walk:
+class _NameWalk:
     """The walk over a program. For each variable so far, `ways` has the boxings from its value to it, and all variables
     that are read where it is."""
 

@@ -87,7 +87,7 @@ def split_tasks(stage: StageProgram, plan: SpmdPlan, shared: Collection[int] = (
 
 
 @dataclass
-class _Part:
+class _TaskPart:
     """The equations and exchanged values of one task, while they are collected.
 
     Attributes:
@@ -121,7 +121,7 @@ class _TaskSplitter:
         arguments, results = tuple(self.arguments), tuple(self.jaxpr.outvars)
         return StageTasks({t.id: t for t in tasks}, stash, arguments, results, self.placements)
 
-    def _task(self, id: TaskId, part: _Part) -> StageTask:
+    def _task(self, id: TaskId, part: _TaskPart) -> StageTask:
         """The task of a part. Its inputs are the values that its equations read and do not make."""
         eqns, ties, name = part.eqns, part.ties, id.word
         made = {v for e in eqns for v in e.outvars}
@@ -152,13 +152,13 @@ class _TaskSplitter:
         puts = self._keep(loop, made, parts)
         return [self._loop_task(loop, p, part, puts.get(p, ())) for p, part in parts.items()], stash
 
-    def _parts(self, eqns: Sequence[Eqn]) -> tuple[dict[Var, TaskId], dict[TaskId, _Part]]:
+    def _parts(self, eqns: Sequence[Eqn]) -> tuple[dict[Var, TaskId], dict[TaskId, _TaskPart]]:
         """The task that makes each value, and the equations and receives of each task, in order."""
         made: dict[Var, TaskId] = {}
-        parts: dict[TaskId, _Part] = {}
+        parts: dict[TaskId, _TaskPart] = {}
         for eqn, tasks in zip(eqns, self._tasks(eqns), strict=True):
             for p in tasks:
-                part = parts.setdefault(p, _Part())
+                part = parts.setdefault(p, _TaskPart())
                 if eqn.primitive is receive_p:
                     part.received.append((transfer_number(eqn), eqn.outvars[0]))
                 else:
@@ -168,7 +168,7 @@ class _TaskSplitter:
         return made, {p: parts[p] for p in sorted(parts)}
 
     def _exchanged(
-        self, made: Mapping[Var, TaskId], parts: Mapping[TaskId, _Part]
+        self, made: Mapping[Var, TaskId], parts: Mapping[TaskId, _TaskPart]
     ) -> dict[tuple[TaskId, TaskId], tuple[Var, ...]]:
         """The stash between tasks. Adds the values that tasks send or keep for others to their outputs."""
         stash: dict[tuple[TaskId, TaskId], dict[Var, None]] = {}
@@ -185,7 +185,9 @@ class _TaskSplitter:
                     part.outputs[value] = None
         return {k: tuple(v) for k, v in stash.items()}
 
-    def _keep(self, loop: Loop, made: Mapping[Var, TaskId], parts: Mapping[TaskId, _Part]) -> dict[TaskId, list[Eqn]]:
+    def _keep(
+        self, loop: Loop, made: Mapping[Var, TaskId], parts: Mapping[TaskId, _TaskPart]
+    ) -> dict[TaskId, list[Eqn]]:
         """Add the new values of sums and stacked results to the tasks that make them. Returns the equations that write
         rows of stacked results."""
         puts: dict[TaskId, list[Eqn]] = {}
@@ -201,7 +203,7 @@ class _TaskSplitter:
             parts[p].outputs[after] = None
         return puts
 
-    def _loop_task(self, loop: Loop, id: TaskId, part: _Part, puts: Sequence[Eqn]) -> StageTask:
+    def _loop_task(self, loop: Loop, id: TaskId, part: _TaskPart, puts: Sequence[Eqn]) -> StageTask:
         names: dict[Var, Atom] = {**loop.consts, **{c.before: c.end for c in loop.carries}}
         eqns = [*(e for e in part.eqns if e.primitive is not send_p), *puts]
         read = {a for e in eqns for a in compat.variables(e.invars)}
@@ -307,7 +309,7 @@ class _TaskSplitter:
             kept += [(a, a) for a in read if not compat.is_literal(a) and a in made]
             kept = list(dict.fromkeys(kept))
         return self._task(
-            TaskId(self.stage.stage, "load"), _Part(eqns, kept=kept, outputs=dict.fromkeys(v for _, v in kept))
+            TaskId(self.stage.stage, "load"), _TaskPart(eqns, kept=kept, outputs=dict.fromkeys(v for _, v in kept))
         )
 
     def _after(self) -> list[Eqn]:
@@ -368,7 +370,7 @@ class _TaskSplitter:
             }  # fmt: skip
             mine |= self._reused([v for v in order if v not in mine], [v for v in spare if last_read.get(v) == at])
             outputs = dict.fromkeys([*order, *(v for _, v in sent)])
-            part = _Part(eqns, received.get(at, []), sent, [(v, v) for v in order], outputs, mine)
+            part = _TaskPart(eqns, received.get(at, []), sent, [(v, v) for v in order], outputs, mine)
             tasks.append(self._task(TaskId(self.stage.stage, "update", at), part))
         return tasks
 

@@ -1,7 +1,7 @@
 """What processes decide together: one that fails makes all fail."""
 
 from shardc.checkpoint.manifest import DamagedError
-from shardc.checkpoint.writers import Group, group_of
+from shardc.checkpoint.writing_group import Group, group_of
 from shardc.errors import CheckpointError, DisagreementError
 from tests.checkpoint.peers import Fake, Run, all_processes
 
