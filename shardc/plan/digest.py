@@ -16,6 +16,7 @@ from shardc.ir.program import Program
 from shardc.ir.walk import all_eqns
 from shardc.plan.plan import PlacedProgram
 from shardc.plan.rows import operation_text, placement_word
+from shardc.sbp.placement import Pin
 
 
 def digest_of(programs: Iterable[PlacedProgram], *texts: str) -> str:
@@ -96,6 +97,9 @@ def _stable(value: Any) -> str:
     if hasattr(value, "eqns") or hasattr(value, "jaxpr"):
         body: Jaxpr = getattr(value, "jaxpr", value)
         return _stable(digests(body))
+    if isinstance(value, Pin) and value.fixed is not None:
+        fixed = ", ".join(map(repr, sorted(value.fixed)))
+        return f"Pin(placement={value.placement!r}, fixed=frozenset({{{fixed}}}), said={value.said!r})"
     if callable(value) and hasattr(value, "__qualname__"):
         return f"{value.__module__}.{value.__qualname__}"
     return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
