@@ -116,7 +116,7 @@ gpu:
 	PYTHONPATH=. $(PY) -m benchmarks.gpu $(ARGS)
 
 clean:
-	rm -rf $(VENV) .venv-oldest .venv-newest .venv-lock site .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-oldest .venv-newest .venv-lock site .pytest_cache .ruff_cache .hypothesis .cache
 
 $(BIN)/python:
 	@test -n "$(PY)" || { echo "shardc wants Python 3.11, 3.12 or 3.13, with venv; found none. Say where one is: make PY=/path/to/python3"; exit 1; }
