@@ -6,11 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shardc import compat
-from shardc.compat import Jaxpr
-from shardc.ir.constrain import constrain_p
 from shardc.ir.program import Program
-from shardc.ir.walk import renamed, with_atoms
 from shardc.machine.mesh import MeshView
 from shardc.passes.estimate.backend import backend_of
 from shardc.passes.estimate.sizes import piece_bytes
@@ -79,30 +75,13 @@ def may_replace(program: Program, ties: Sequence[int | None]) -> dict[int, int]:
     return {k: tie for k, (tie, aval) in results if tie is not None and arguments[tie].dtype == aval.dtype}
 
 
-def _with_entries(jaxpr: Jaxpr, arguments: Sequence[Argument]) -> Jaxpr:
-    """The program that constrains arguments which arrive elsewhere than pinned: `f x --> f constrain[pin] x`."""
-    moved = {v: compat.fresh_var(v.aval) for v, a in zip(jaxpr.invars, arguments, strict=False) if moves(a)}
-    if not moved:
-        return jaxpr
-    pins = dict(zip(jaxpr.invars, (a.pin for a in arguments), strict=False))
-    entries = [compat.new_eqn([v], [inside], constrain_p, {"pin": pins[v]}, None) for v, inside in moved.items()]
-    body = [with_atoms(e, moved) for e in jaxpr.eqns]
-    return compat.new_jaxpr(jaxpr.invars, renamed(jaxpr.outvars, moved), [*entries, *body], jaxpr)
-
-
 def problem_of(request: Request, ties: Sequence[int | None]) -> Problem:
     """The placement problem of a request. With a plan's own `request` and `ties` it is the problem of that plan."""
     program = request.program
     inputs = [Requirement(a.pin if a.arrival is None else Pin(a.arrival)) for a in request.arguments]
     back: list[int | None] = [None] * len(ties)
     if request.forbids:
-        others = [replace(a, donated=i not in ties and not moves(a)) for i, a in enumerate(request.arguments)]
+        others = [replace(a, donated=i not in ties and not a.moves) for i, a in enumerate(request.arguments)]
         back = match_donated(program, others)
     outputs = [Requirement(*asked) for asked in zip(request.results, ties, back, strict=True)]
-    jaxpr = _with_entries(program.jaxpr, request.arguments)
-    return build_problem(jaxpr, inputs, outputs, program.in_paths, program.out_paths, request.mesh.idle)
-
-
-def moves(a: Argument) -> bool:
-    """Whether an argument arrives with another placement than its pin."""
-    return a.pin is not None and a.arrival is not None and not a.pin.allows(a.arrival)
+    return build_problem(request.entered, inputs, outputs, program.in_paths, program.out_paths, request.mesh.idle)

@@ -17,7 +17,7 @@ from shardc.passes.place.insert_boxing import insert_boxing
 from shardc.passes.place.memory_limit import LimitResult, LimitSearch, Trial
 from shardc.passes.place.place import Placed, Placer
 from shardc.passes.recompute.recompute import RecomputeChoice, RecomputeOptions, recompute_to_fit, recomputed
-from shardc.plan.borders import match_donated, may_replace, moves, problem_of
+from shardc.plan.borders import match_donated, may_replace, problem_of
 from shardc.plan.forbid import avoided_seconds
 from shardc.plan.offload import most_freed, offloaded_within, with_named
 from shardc.plan.plan import SpmdPlan, Unlimited, copied
@@ -128,7 +128,7 @@ class Placing:
         for pin, tie, var in zip(request.results, ties, program.jaxpr.outvars, strict=True):
             if pin is None and tie is None and compat.is_literal(var):
                 pin = Pin(REPLICATED)
-            if pin is None and tie is not None and moves(arguments[tie]):
+            if pin is None and tie is not None and arguments[tie].moves:
                 pin = arguments[tie].pin  # where the next call wants it
             wanted.append(pin)
         asked = replace(request, arguments=tuple(arguments), results=tuple(wanted))

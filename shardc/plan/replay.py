@@ -21,7 +21,7 @@ from shardc.passes.place.insert_boxing import insert_boxing
 from shardc.passes.place.place import Placed
 from shardc.passes.place.problem import Node, Problem
 from shardc.passes.recompute.recompute import recomputed
-from shardc.plan.borders import match_donated, moves, problem_of
+from shardc.plan.borders import match_donated, problem_of
 from shardc.plan.digest import digests
 from shardc.plan.offload import with_names
 from shardc.plan.plan import SpmdPlan
@@ -172,7 +172,7 @@ def _boxed(saved: SavedPlan, asked: Request, problem: Problem) -> Boxed:
         raise ArgumentError(f"{wrong} an argument or result cannot be at {', '.join(words)}.")
     pins = [leaf.placement for leaf in leaves]
     ways = [
-        (a.arrival, p) if a.arrival is not None and moves(a) else (p,)
+        (a.arrival, p) if a.arrival is not None and a.moves else (p,)
         for a, p in zip(asked.arguments, pins, strict=True)
     ]
     moved = zip(jaxpr.eqns, [way for way in ways if len(way) > 1], strict=False)

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal, TypeAlias
 
 import jax
 
+from shardc import compat
+from shardc.compat import Jaxpr
+from shardc.ir.constrain import constrain_p
 from shardc.ir.program import Program
+from shardc.ir.walk import renamed, with_atoms
 from shardc.machine.mesh import MeshView
 from shardc.passes import Context
 from shardc.sbp.placement import Pin, Placement
@@ -30,6 +35,11 @@ class Argument:
     pin: Pin | None = None
     arrival: Placement | None = None
     donated: bool = False
+
+    @property
+    def moves(self) -> bool:
+        """Whether it arrives with another placement than its pin."""
+        return self.pin is not None and self.arrival is not None and not self.pin.allows(self.arrival)
 
 
 class NamedArguments(tuple[Any, ...]):
@@ -122,6 +132,18 @@ class Request:
     def on_host(self) -> tuple[str, ...]:
         """The patterns of the arguments that live on the host in any case."""
         return () if isinstance(self.offload, str) else self.offload
+
+    @cached_property
+    def entered(self) -> Jaxpr:
+        """The program that constrains arguments which arrive elsewhere than pinned: `f x --> f constrain[pin] x`."""
+        jaxpr, arguments = self.program.jaxpr, self.arguments
+        moved = {v: compat.fresh_var(v.aval) for v, a in zip(jaxpr.invars, arguments, strict=False) if a.moves}
+        if not moved:
+            return jaxpr
+        pins = dict(zip(jaxpr.invars, (a.pin for a in arguments), strict=False))
+        entries = [compat.new_eqn([v], [inside], constrain_p, {"pin": pins[v]}, None) for v, inside in moved.items()]
+        body = [with_atoms(e, moved) for e in jaxpr.eqns]
+        return compat.new_jaxpr(jaxpr.invars, renamed(jaxpr.outvars, moved), [*entries, *body], jaxpr)
 
     def __post_init__(self) -> None:
         if idle := self.mesh.idle:

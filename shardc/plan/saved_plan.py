@@ -20,7 +20,6 @@ from shardc.ir.program import Program
 from shardc.ir.walk import short_aval
 from shardc.machine.mesh import MeshView
 from shardc.passes.trace.pins import Rules
-from shardc.plan.borders import moves
 from shardc.plan.digest import digests
 from shardc.plan.plan import SpmdPlan
 from shardc.plan.rewrites import rewrites_of
@@ -107,8 +106,8 @@ class SavedPlan:
 def record(plan: SpmdPlan) -> SavedPlan:
     """The saved form of a plan."""
     jaxpr, placements = plan.all_on_device.jaxpr, plan.all_on_device.placements
-    entries = [e for e in jaxpr.eqns if e.primitive is constrain_p][: sum(map(moves, plan.arguments))]
-    entered = zip((i for i, a in enumerate(plan.arguments) if moves(a)), entries, strict=True)
+    entries = [e for e in jaxpr.eqns if e.primitive is constrain_p][: sum(a.moves for a in plan.arguments)]
+    entered = zip((i for i, a in enumerate(plan.arguments) if a.moves), entries, strict=True)
     inputs = dict(enumerate(plan.inputs)) | {i: placements[e.outvars[0]] for i, e in entered}
     borders = record_borders(plan.program, plan.mesh, list(inputs.values()), plan.outputs, plan.seconds, plan.gap)
     pins = zip(borders.arguments, plan.arguments, strict=False)

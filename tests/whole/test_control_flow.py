@@ -223,6 +223,7 @@ PROGRAMS = [
 ]  # fmt: skip
 
 
+@pytest.mark.usefixtures("compiled_fast")
 @pytest.mark.sampled(by=lambda program, mesh, rows, split: {program, (mesh, rows, split)})
 @pytest.mark.parametrize("split", ["rows", "columns"])
 @pytest.mark.parametrize(("mesh", "rows"), [("4x2", 5), ("8", 8), ("8", 5), ("4x2", 8)])
