@@ -39,6 +39,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as it is in what a shel
 def pytest_addoption(parser):
     parser.addoption("--update-golden", action="store_true", help="write the golden texts anew instead of comparing")
     parser.addoption("--turn", type=int, help=f"a part of the tests, 1 to {turns.TURNS}; 1 is a sample of all")
+    parser.addoption("--part", help="K/N: each Nth of the tests of the turn, from the Kth on")
     parser.addoption("--minutes", type=float, default=math.inf, help="tests that would begin later are skipped")
 
 
@@ -56,6 +57,8 @@ def pytest_collection_modifyitems(config, items):
     turn = config.getoption("--turn")
     if turn is not None:
         kept = turns.of_turn(items, turn)
+        part, of = map(int, (config.getoption("--part") or "1/1").split("/"))
+        kept = kept[part - 1 :: of]
         known = set(map(id, kept))
         config.hook.pytest_deselected(items=[i for i in items if id(i) not in known])
         items[:] = kept

@@ -67,7 +67,7 @@ def assert_close(got, want, rtol=1e-5, atol=1e-6):
     jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=rtol, atol=atol), got, want)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("module", some_slow(ZOO), ids=name_of)
 def test_loss_falls(module):
     (state, step), losses = start_and_step(module), []
@@ -77,7 +77,7 @@ def test_loss_falls(module):
     assert np.mean(losses[-5:]) < 0.8 * np.mean(losses[:5])
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("module", some_slow(DATA_PARALLEL), ids=name_of)
 def test_accumulate_over_parts_is_the_same_step(module):
     (state, whole), batch = start_and_step(module), next(batches(module))
@@ -124,6 +124,7 @@ def loss_and_grads(module, cfg):
     return jax.jit(jax.value_and_grad(loss_of(module, cfg)))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("module", "blocks"), [(mlp, 2), (vit, 2), (mixer, 2), (gpt2, 2), (llama, 2), (moe, 2), (t5, 4), (unet, 5)]
 )

@@ -186,6 +186,7 @@ def test_repeated_calls_plan_once_and_take_the_short_way():
         assert compiled._cached_calls.run(tree, leaves) is not None
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", ["remat", "keys", "shared", "outputs", "reverse", "twice"])
 def test_what_layers_may_hold(kind):
     count, m = 5, 3
@@ -239,6 +240,7 @@ class Net(nn.Module):
 OPTIMIZERS = {"adamw": optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2)), "lamb": optax.lamb(1e-2)}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_flax_and_optax(name):
     optimizer = OPTIMIZERS[name]

@@ -241,6 +241,7 @@ def test_a_nan_is_named_though_state_is_on_the_host():
     assert kind(state["mu"]["up"]) == "pinned_host"
 
 
+@pytest.mark.sampled(0)
 def test_llama_fits_with_its_state_on_the_host():
     config = replace(llama.CONFIGS["test"], scan_layers=True)
     make, step = llama.make_step(config)

@@ -88,6 +88,7 @@ def test_layers_whose_names_are_in_another_order_are_cells_too():
             assert len({v // SIZE for v in cell}) <= 2
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("names", [False, True])
 @pytest.mark.parametrize("forbidden", [0.0, 0.2])
 def test_what_cells_give_is_as_good_as_it_is_said_to_be(names, forbidden, caplog):

@@ -97,6 +97,7 @@ def test_cudnn_on_other_machines_is_an_error_before_anything_runs() -> None:
     assert any("runs on GPUs alone" in note for note in error.value.__notes__)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("heads", [4, 2, 1])
 @pytest.mark.parametrize("mask", [{}, {"is_causal": True}, {"is_causal": True, "local_window_size": (5, 0)}])
 @pytest.mark.parametrize(("which", "dim"), [("q", 2), ("q", 1), ("k", 1)])

@@ -165,7 +165,7 @@ ZOO = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("model", "plan", "axis"), ZOO)
 def test_the_zoo(model, plan, axis):
     zoo = MODELS[model]
