@@ -72,8 +72,8 @@ def pytest_collection_finish():
     gc.set_threshold(50_000, 20, 100)
 
 
-MAPPINGS = 20_000
-"""Mappings of memory, of which a process may have 65,530. Compiled programs have most of them."""
+MAPPINGS = 6_000
+"""Mappings of memory, of which a process may have 65,530. Compiled programs have most: so many come with some 1.5 GB."""
 
 
 def pytest_runtest_teardown(item, nextitem):
