@@ -73,7 +73,7 @@ def pytest_collection_finish():
 
 
 MAPPINGS = 6_000
-"""Mappings of memory, of which a process may have 65,530. Compiled programs have most: so many come with some 1.5 GB."""
+"""Mappings of memory, of which a process may have 65,530. Compiled programs have most: these are of about 1.5 GB."""
 
 
 def pytest_runtest_teardown(item, nextitem):
