@@ -50,7 +50,8 @@ MAPS = Path("/proc/self/maps")
 def pytest_configure(config):
     if not hasattr(config, "workerinput"):
         compile_cache.drop_if_larger()
-    compile_cache.keep()
+    if "SEAT" not in os.environ:  # processes of one run must not have one what another has not
+        compile_cache.keep()
 
 
 def pytest_collection_modifyitems(config, items):

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from shardc.errors import PipelineError
 from shardc.pipeline.schedule import action, costs
 from shardc.pipeline.schedule.action import Action
-from shardc.pipeline.schedule.methods import METHODS, make, make_schedule
+from shardc.pipeline.schedule.methods import METHODS, make_schedule, read
 from shardc.pipeline.schedule.schedule import Schedule
 
 
-@pytest.mark.parametrize("module", [action, costs, make], ids=lambda m: m.__name__)
+@pytest.mark.parametrize("module", [action, costs, read], ids=lambda m: m.__name__)
 def test_examples(module):
     result = doctest.testmod(module)
     assert result.attempted
