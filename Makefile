@@ -26,7 +26,7 @@ help:
 	@echo "make demo   train a small GPT-2 on eight fake devices: plan, audit, falling loss, a sample of text"
 	@echo "make demo-pipeline   the same in two pipeline stages, each on four of the devices"
 	@echo "make demo-processes   both, for 50 steps, in one process and in two: the losses have to be equal"
-	@echo "make test   the tests, with a sample of the cases of long ones: 18 minutes on two cores"
+	@echo "make test   the tests, with a sample of the cases of long ones: 25 to 35 minutes on two cores, the first time the longest"
 	@echo "make turn TURN=2   a part of the cases that make test leaves out; the turns 2 to 8 have all of them"
 	@echo "make every  all tests, with all cases"
 	@echo "make newest make test on the newest releases of everything, whatever the locks say"
