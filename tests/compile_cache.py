@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 from typing import Final
 
@@ -25,13 +26,13 @@ def _put(cache: lru_cache.LRUCache, key: str, value: bytes) -> None:
     path = Path(str(cache.path), f"{key}{SUFFIX}")
     if path.exists():
         return
-    made = path.with_name(f".{key}.{os.getpid()}")
+    made = path.with_name(f".{key}.{os.getpid()}.{threading.get_ident()}")
     made.write_bytes(value)
     made.replace(path)
 
 
 def drop_if_larger(most: int = 2 << 30, folder: Path = FOLDER) -> None:
-    """Begin anew where years of programs are kept."""
+    """Drop all programs if they take more than `most` bytes: old ones are never read again."""
     found = list(folder.glob(f"*{SUFFIX}"))
     if sum(path.stat().st_size for path in found) > most:
         for path in found:

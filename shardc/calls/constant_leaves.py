@@ -22,14 +22,14 @@ class ConstantNumber:
     value: Any
 
 
-class Kept:
+class KeptLeaf:
     """A leaf of a result that is no array, as a part of the result's structure: unflattened it is the leaf itself."""
 
     def __init__(self, value: Any) -> None:
         self.value, self.key = value, (key_of_static(value), key_of(value))
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Kept) and bool(self.key == other.key)
+        return isinstance(other, KeptLeaf) and bool(self.key == other.key)
 
     def __hash__(self) -> int:
         return hash(self.key[0])
@@ -38,7 +38,7 @@ class Kept:
         return repr(self.value)
 
 
-jax.tree_util.register_pytree_node(Kept, lambda kept: ((), kept), lambda kept, _: kept.value)
+jax.tree_util.register_pytree_node(KeptLeaf, lambda kept: ((), kept), lambda kept, _: kept.value)
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class ConstantLeaves:
 
     def kept(self, result: Any) -> Any:
         """A result whose leaves that are no arrays are a part of its structure."""
-        return self._each(lambda x: x if is_array(x) and not is_number(x) else Kept(x), result)
+        return self._each(lambda x: x if is_array(x) and not is_number(x) else KeptLeaf(x), result)
 
     def _each(self, change: Any, tree: Any) -> Any:
         if self.everywhere:

@@ -75,7 +75,7 @@ class Moved(NamedTuple):
         return self._replace(terms=tuple(found))
 
     def placed(self, at: int) -> Moved:
-        """The same sum, moved by `at` elements."""
+        """The sum, moved by `at` elements."""
         terms = tuple((x, tuple((a + at, start, stop) for a, start, stop in ranges)) for x, ranges in self.terms)
         return self._replace(terms=terms)
 
