@@ -1,0 +1,519 @@
+"""Ways: the values of a message, carried from the places where they are given to those where they are taken.
+
+    physical array --leave--> at the placement that leaves --cross, or pack and unpack--> that arrives --arrive--> taken
+
+`sbp/way.py` plans each way. `leave` and `arrive` launch the boxings of the plan, each in the thread that launches all
+programs of its mesh. Between them stands a carrier:
+- `cross`, if both meshes are in this process: the parcels are cut on the giver's devices, copied one by one and joined
+  on the taker's; everything is launched and nothing waited for;
+- a link, if a mesh has devices in other processes: `pack` makes the bytes for one of them, `unpack` puts the bytes of
+  all on the devices here.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any, TypeAlias
+
+import jax
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from shardc import compat
+from shardc.arrays.fetch import of_words, words
+from shardc.arrays.pieces import as_bytes, from_bytes
+from shardc.arrays.place import Place
+from shardc.arrays.placed import as_jax, is_placed
+from shardc.errors import ClusterError
+from shardc.machine.devices import me
+from shardc.machine.launch_order import in_launch_order, ordered_devices
+from shardc.machine.topology import DeviceLink
+from shardc.passes.lower.lower_boxing import emit_step
+from shardc.runtime.transport.link import Packed
+from shardc.sbp.boxing import Boxing
+from shardc.sbp.layout import bits_of, physical_shape, physical_spec
+from shardc.sbp.placement import Placement, local_shape
+from shardc.sbp.way import Index, WayPlan, boxes, plan_way
+
+Local: TypeAlias = tuple[int, ...]
+"""Where a box begins in the block of a device."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """The way of one value.
+
+    Attributes:
+      given, taken: the places.
+      link: the border between them.
+      copied: whether the giver may overwrite the value before it is sent: then a copy is.
+    """
+
+    given: Place
+    taken: Place
+    link: DeviceLink
+    copied: bool = False
+
+    @cached_property
+    def is_here(self) -> bool:
+        """Whether both places are in this process."""
+        return {*self.given.processes, *self.taken.processes} <= {me(), None}
+
+    @property
+    def stays(self) -> bool:
+        """Whether the value is already where it is taken."""
+        given, taken = self.given, self.taken
+        if given.on_host or taken.on_host:
+            return given.mesh is None and taken.mesh is None and self.is_here
+        return given.mesh == taken.mesh and given.placement == taken.placement
+
+    @cached_property
+    def plan(self) -> WayPlan:
+        given, taken = self.given, self.taken
+        shape = (*given.shape, *given.words[0])
+        together = None if self.is_here else taken.processes
+        itemsize = int(given.words[1].itemsize)
+        return plan_way(shape, itemsize, given.at, given.view, taken.at, taken.view, self.link, together)
+
+    @cached_property
+    def held(self) -> list[Index]:
+        """The elements that each device of the giver has when they leave."""
+        return boxes(self.plan.shape, self.plan.leaves, self.given.sizes)
+
+    @cached_property
+    def needed(self) -> list[Index]:
+        """The elements that each device of the taker has when they have arrived."""
+        return boxes(self.plan.shape, self.plan.arrives, self.taken.sizes)
+
+    @cached_property
+    def block(self) -> Local:
+        """The shape of the block of a device of the taker, with its padding, when it has arrived."""
+        return local_shape(self.plan.shape, self.plan.arrives, self.taken.sizes)
+
+    @property
+    def moved_dtype(self) -> Any:
+        """The dtype of the numbers that move: elements of less than a byte move as bytes."""
+        dtype = self.given.words[1]
+        if bits_of(dtype) >= 8:
+            return dtype
+        return np.dtype(np.int8 if jax.numpy.issubdtype(dtype, jax.numpy.signedinteger) else np.uint8)
+
+    # -- on the giver's side
+
+    def leave(self, x: Any) -> Any:
+        """The numbers of a physical array, or of a host's value, as they leave."""
+        if self.given.on_host:
+            return x
+        if self.taken.on_host and self.is_here:
+            x = self.given.leave(x)
+            x = x.copy() if self.copied else x
+            x.copy_to_host_async()
+            return x
+        x = words(x)
+        if self.plan.before.steps:
+            return boxed(self.given.mesh, self.plan.shape, self.plan.before, self.plan.given, self.plan.leaves)(x)
+        return x.copy() if self.copied else x
+
+    def pack(self, x: Any, peer: int) -> list[memoryview]:
+        """The bytes of the parcels from this process to another one, in the order of the plan. Waits for the device."""
+        mine = [p for p in self.plan.parcels if self._goes(p, me(), peer)]
+        if not mine:
+            return []
+        if self.given.on_host:
+            whole = np.asarray(words(as_jax(x)) if isinstance(x, jax.Array) else x, self.given.words[1])
+            blocks = {0: whole}
+        else:
+            number = {d: i for i, d in enumerate(self.given.sharding.mesh.devices.flat)}
+            sources = {p.source for p in mine}
+            shards = {number[s.device]: s.data for s in x.addressable_shards}
+            blocks = {i: np.asarray(shards[i]) for i in sources}
+        return [as_bytes(blocks[p.source][_slices(p.box, self.held[p.source])]) for p in mine]
+
+    def _goes(self, parcel: Any, giver: int, taker: int) -> bool:
+        return self.given.processes[parcel.source] == giver and self.taken.processes[parcel.targets[0]] == taker
+
+    # -- on the taker's side
+
+    def unpack(self, parts: Mapping[int, Sequence[Any]]) -> Any:
+        """The physical array as it has arrived, of the buffers of all processes; on the host the value."""
+        dtype = self.given.words[1]
+        left = {p: iter(buffers) for p, buffers in parts.items()}
+        blocks: dict[int, np.ndarray[Any, Any]] = {}
+        for p in self.plan.parcels:
+            giver = self.given.processes[p.source]
+            if giver not in parts or self.taken.processes[p.targets[0]] != me():
+                continue
+            piece = from_bytes(next(left[giver]), p.shape, dtype)
+            for target in p.targets:
+                if p.shape == self.block:
+                    blocks[target] = piece
+                    continue
+                if target not in blocks:
+                    blocks[target] = np.zeros(self.block, dtype)
+                blocks[target][_slices(p.box, self.needed[target])] = piece
+        mine = [i for i, process in enumerate(self.taken.processes) if process == me()]
+        for i in mine:
+            if i not in blocks:
+                blocks[i] = np.zeros(self.block, dtype)
+        if self.taken.on_host:
+            return of_words(blocks[0], self.taken.dtype)
+        devices = list(self.taken.sharding.mesh.devices.flat)
+        pieces = jax.device_put([blocks[i] for i in mine], [SingleDeviceSharding(devices[i]) for i in mine])
+        return jax.make_array_from_single_device_arrays(*self._arrived, pieces)
+
+    @cached_property
+    def _arrived(self) -> tuple[tuple[int, ...], NamedSharding]:
+        """The shape and the sharding of the physical array that has arrived."""
+        mesh = self.taken.sharding.mesh
+        shape = physical_shape(self.plan.shape, self.plan.arrives, self.taken.sizes)
+        return shape, NamedSharding(mesh, physical_spec(self.plan.arrives))
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether what has arrived is what is taken."""
+        weak = getattr(self.taken.aval, "weak_type", False)
+        return self.taken.on_host or not (self.plan.after.steps or weak or self.given.words[0])
+
+    def arrive(self, x: Any) -> Any:
+        """The physical array of what has arrived."""
+        if self.taken.on_host or self.stays:
+            return x
+        if self.plan.after.steps:
+            x = boxed(self.taken.mesh, self.plan.shape, self.plan.after, self.plan.arrives, self.plan.taken)(x)
+        x = of_words(x, self.taken.dtype)
+        return compat.as_aval(x, self.taken.aval) if getattr(self.taken.aval, "weak_type", False) else x
+
+
+def _slices(box: Index, inside: Index) -> tuple[slice, ...]:
+    """A box as an index into the block of a device that holds `inside`."""
+    return tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(box, inside, strict=True))
+
+
+@lru_cache(maxsize=4096)
+def boxed(mesh: Any, shape: tuple[int, ...], boxing: Boxing, src: Placement, dst: Placement) -> Callable[[Any], Any]:
+    """The program of a boxing: from physical array to physical array."""
+    sizes = dict(mesh.shape)
+
+    def local(x: Any) -> Any:
+        x = x[0] if src.partial_axes else x
+        for step in boxing.steps:
+            x = emit_step(step, x, shape, sizes, lax.axis_index)
+        return x[None] if dst.partial_axes else x
+
+    run = jax.jit(
+        jax.shard_map(
+            local, mesh=mesh, in_specs=physical_spec(src), out_specs=physical_spec(dst), check_vma=False
+        )
+    )  # fmt: skip
+    return lambda x: in_launch_order(ordered_devices(mesh), lambda: run(x))
+
+
+class Ways:
+    """The ways of the values of a message, which all leave one mesh or host and arrive at one.
+
+    Args:
+      ways: of each value.
+      wide: whether numbers of 64 bits are on. The threads that carry values lack this setting.
+
+    Attributes:
+      sent: bytes that have crossed the border from this process.
+    """
+
+    def __init__(self, ways: Sequence[Way], wide: bool) -> None:
+        self.ways, self._wide, self.sent = tuple(ways), wide, 0
+
+    @property
+    def stay(self) -> bool:
+        """Whether all values stay where they are, as they are."""
+        return all(w.stays and not w.copied for w in self.ways)
+
+    @cached_property
+    def is_here(self) -> bool:
+        return all(w.is_here for w in self.ways)
+
+    @cached_property
+    def _digest(self) -> bytes:
+        text = "; ".join(f"{w.plan.shape} {w.plan.itemsize} {w.plan.parcels}" for w in self.ways)
+        return b"%08x" % zlib.crc32(text.encode())
+
+    def leave(self, values: Sequence[Any]) -> tuple[Any, ...]:
+        """What leaves. In the thread of the giver's programs."""
+        with jax.enable_x64(self._wide):
+            return tuple(
+                (x.copy() if w.copied and hasattr(x, "copy") else x) if w.stays else w.leave(x)
+                for w, x in zip(self.ways, values, strict=True)
+            )
+
+    def move(self, values: Sequence[Any]) -> tuple[Any, ...]:
+        """What arrives, of what is given, within this process. Launched, never waited for."""
+        left = list(self.leave(values))
+        with jax.enable_x64(self._wide):
+            for i, w in enumerate(self.ways):
+                if not w.stays and w.given.on_host and not w.taken.on_host:
+                    left[i] = words(w.taken.enter(left[i]))
+            if self._crossing:
+                moved = [left[i] for i in self._crossing]
+                for i, x in zip(self._crossing, self._cross(moved), strict=True):
+                    left[i] = x
+        return tuple(left)
+
+    @cached_property
+    def _crossing(self) -> list[int]:
+        """The values that cross from devices to devices."""
+        return [i for i, w in enumerate(self.ways) if not (w.stays or w.given.on_host or w.taken.on_host)]
+
+    @cached_property
+    def _cross(self) -> Crossing:
+        return Crossing([self.ways[i] for i in self._crossing])
+
+    @cached_property
+    def finishes(self) -> bool:
+        """Whether `arrive` has something to do."""
+        return not all(w.stays or w.is_finished for w in self.ways)
+
+    def arrive(self, values: Sequence[Any]) -> tuple[Any, ...]:
+        """What is taken. In the thread of the taker's programs."""
+        if not self.finishes:
+            return tuple(values)
+        with jax.enable_x64(self._wide):
+            return tuple(w.arrive(x) for w, x in zip(self.ways, values, strict=True))
+
+    # -- over links
+
+    def is_ready(self, values: Sequence[Any]) -> bool:
+        """Whether `pack` would not wait for a device."""
+        return all(x.is_ready() for x in values if isinstance(x, jax.Array))
+
+    def pack(self, peer: int, values: Sequence[Any]) -> Packed:
+        """The part of a message for another process."""
+        buffers = [b for w, x in zip(self.ways, values, strict=True) for b in w.pack(x, peer)]
+        self.sent += sum(b.nbytes for b in buffers)
+        counts = [len([p for p in w.plan.parcels if w._goes(p, me(), peer)]) for w in self.ways]  # noqa: SLF001
+        return json.dumps([self._digest.decode(), counts]).encode(), buffers
+
+    def unpack(self, parts: Mapping[int, Packed]) -> tuple[Any, ...]:
+        """What arrives, of the parts of all sending processes."""
+        of: list[dict[int, Sequence[Any]]] = [{} for _ in self.ways]
+        for peer, (about, buffers) in parts.items():
+            digest, counts = json.loads(about)
+            if digest != self._digest.decode():
+                raise ClusterError(f"process {peer} has planned another way for what it sends here.")
+            rest = iter(buffers)
+            for found, count in zip(of, counts, strict=True):
+                found[peer] = [next(rest) for _ in range(count)]
+        with jax.enable_x64(self._wide):
+            return tuple(w.unpack(found) for w, found in zip(self.ways, of, strict=True))
+
+
+# --- parcels from mesh to mesh within a process -----------------------------------------------------------------------
+
+
+class _Cut:
+    """How parcels of one shape are cut, copied and joined for one value: as slots, of which each device fills one.
+
+    Attributes:
+      shape: of each parcel.
+      cut: for each slot of the giver and each of its devices, where the parcel begins in its block.
+      join: for each slot of the taker and each of its devices, where it begins there; None: it gets none.
+      copies: for each slot of the taker and each of its devices, the slot and the device of the giver.
+    """
+
+    def __init__(self, way: Way, shape: Local) -> None:
+        self.shape = shape
+        parcels = [(p.source, t, p.box) for p in way.plan.parcels if p.shape == shape for t in p.targets]
+        rank = len(shape)
+        givers, takers = len(way.held), len(way.needed)
+        self.cut: list[list[Local]] = []
+        self.join: list[list[Local | None]] = []
+        self.copies: list[list[tuple[int, int] | None]] = []
+        slots: dict[tuple[int, Index], int] = {}
+        sent, got = [0] * givers, [0] * takers
+        for source, target, box in parcels:
+            if (source, box) not in slots:
+                slot = slots[source, box] = sent[source]
+                sent[source] += 1
+                if slot == len(self.cut):
+                    self.cut.append([(0,) * rank] * givers)
+                self.cut[slot][source] = _start(box, way.held[source])
+            slot = got[target]
+            got[target] += 1
+            if slot == len(self.join):
+                self.join.append([None] * takers)
+                self.copies.append([None] * takers)
+            self.join[slot][target] = _start(box, way.needed[target])
+            self.copies[slot][target] = slots[source, box], source
+
+    def is_whole(self, way: Way) -> bool:
+        """Whether each parcel is the whole block of its source, and each block there is one parcel."""
+        given = local_shape(way.plan.shape, way.plan.leaves, way.given.sizes)
+        return (
+            given == way.block == self.shape and len(self.cut) == 1 and len(self.join) == 1
+            and None not in self.join[0] and way.moved_dtype == way.given.words[1]
+        )  # fmt: skip
+
+
+def _start(box: Index, inside: Index) -> Local:
+    return tuple(a - c for (a, _), (c, _) in zip(box, inside, strict=True))
+
+
+class Crossing:
+    """Carries values from one mesh to another within this process: one program cuts all parcels, each is copied once,
+    and one program joins them. A value whose parcels are whole blocks is copied alone."""
+
+    def __init__(self, ways: Sequence[Way]) -> None:
+        self._ways = list(ways)
+        self._giver: Mesh = self._ways[0].given.sharding.mesh  # pyright: ignore[reportAttributeAccessIssue]
+        self._taker: Mesh = self._ways[0].taken.sharding.mesh  # pyright: ignore[reportAttributeAccessIssue]
+        self._sources = list(self._giver.devices.flat)
+        self._targets = list(self._taker.devices.flat)
+        self._cuts = [[_Cut(w, s) for s in sorted({p.shape for p in w.plan.parcels})] for w in self._ways]
+        self._is_whole = [len(c) == 1 and c[0].is_whole(w) for w, c in zip(self._ways, self._cuts, strict=True)]
+        self._parted = [i for i, whole in enumerate(self._is_whole) if not whole]
+        self._blank: dict[tuple[Any, Local, Any], Any] = {}
+        targets = [SingleDeviceSharding(self._targets[t]) for *_, t in self._plan()]
+        self._copy = compat.copies_to(targets)
+
+    def _plan(self) -> list[tuple[int, int, int, int, int, int]]:
+        """All copies: value, class of parcels, slot and device of the giver, slot and device of the taker."""
+        return [
+            (i, c, at[0], at[1], slot, target)
+            for i, cuts in enumerate(self._cuts)
+            for c, cut in enumerate(cuts)
+            for slot, row in enumerate(cut.copies)
+            for target, at in enumerate(row)
+            if at is not None
+        ]
+
+    @cached_property
+    def _copies(self) -> list[tuple[int, int, int, int, int, int]]:
+        return self._plan()
+
+    def __call__(self, values: Sequence[Any]) -> list[Any]:
+        given = [words(x) for x in values]
+        cut = iter(self._cutter(*(given[i] for i in self._parted)) if self._parted else ())
+        blocks: dict[tuple[int, int, int], dict[Any, Any]] = {}
+        for i, x in enumerate(given):
+            if self._is_whole[i]:
+                blocks[i, 0, 0] = _by_device(x)
+                continue
+            for c, of in enumerate(self._cuts[i]):
+                for slot in range(len(of.cut)):
+                    blocks[i, c, slot] = _by_device(next(cut))
+        sent = [blocks[i, c, slot][self._sources[source]] for i, c, slot, source, _, _ in self._copies]
+        came = dict(zip(((i, c, s, t) for i, c, _, _, s, t in self._copies), self._copy(sent), strict=True))
+        joined = iter(self._joiner(*self._slots(came)) if self._parted else ())
+        return [self._put_together(i, came) if self._is_whole[i] else next(joined) for i in range(len(given))]
+
+    def _put_together(self, i: int, came: Mapping[tuple[int, int, int, int], Any]) -> jax.Array:
+        shape, sharding = self._ways[i]._arrived  # noqa: SLF001
+        pieces = [came[i, 0, 0, t] for t in range(len(self._targets))]
+        return jax.make_array_from_single_device_arrays(shape, sharding, pieces)
+
+    def _slots(self, came: Mapping[tuple[int, int, int, int], Any]) -> list[jax.Array]:
+        """The arrays that the joining program takes: for each slot one parcel of each device."""
+        found: list[jax.Array] = []
+        for i in self._parted:
+            dtype = self._ways[i].moved_dtype
+            for c, of in enumerate(self._cuts[i]):
+                for slot in range(len(of.join)):
+                    pieces = [
+                        came.get((i, c, slot, t)) if of.join[slot][t] is not None else self._empty(d, of.shape, dtype)
+                        for t, d in enumerate(self._targets)
+                    ]
+                    shape = (len(self._targets), *of.shape)
+                    found.append(jax.make_array_from_single_device_arrays(shape, self._each(self._taker), pieces))
+        return found
+
+    def _empty(self, device: Any, shape: Local, dtype: Any) -> Any:
+        key = device, shape, dtype
+        if key not in self._blank:
+            self._blank[key] = jax.device_put(np.zeros((1, *shape), dtype), device)
+        return self._blank[key]
+
+    @staticmethod
+    def _each(mesh: Mesh) -> NamedSharding:
+        """The sharding of an array that has a row for each device."""
+        return NamedSharding(mesh, PartitionSpec(tuple(mesh.axis_names)))
+
+    @cached_property
+    def _cutter(self) -> Any:
+        mesh, every = self._giver, PartitionSpec(tuple(self._giver.axis_names))
+        ways = [(self._ways[i], self._cuts[i]) for i in self._parted]
+
+        def local(*xs: Any) -> list[Any]:
+            device = lax.axis_index(tuple(mesh.axis_names))
+            found: list[Any] = []
+            for x, (way, cuts) in zip(xs, ways, strict=True):
+                x = x.astype(way.moved_dtype)
+                for of in cuts:
+                    for starts in of.cut:
+                        at = jax.numpy.asarray(np.asarray(starts, np.int32).reshape(len(starts), -1))[device]
+                        found.append(lax.dynamic_slice(x, list(at), of.shape)[None])
+            return found
+
+        count = sum(len(of.cut) for _, cuts in ways for of in cuts)
+        specs = tuple(physical_spec(w.plan.leaves) for w, _ in ways)
+        return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=[every] * count, check_vma=False))
+
+    @cached_property
+    def _joiner(self) -> Any:
+        mesh, every = self._taker, PartitionSpec(tuple(self._taker.axis_names))
+        ways = [(self._ways[i], self._cuts[i]) for i in self._parted]
+
+        def local(*slots: Any) -> list[Any]:
+            device, left = lax.axis_index(tuple(mesh.axis_names)), iter(slots)
+            return [_joined(way, cuts, left, device) for way, cuts in ways]
+
+        count = sum(len(of.join) for _, cuts in ways for of in cuts)
+        specs = [physical_spec(w.plan.arrives) for w, _ in ways]
+        return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(every,) * count, out_specs=specs, check_vma=False))
+
+
+def _joined(way: Way, cuts: Sequence[_Cut], slots: Any, device: Any) -> Any:
+    """The block of a device, of its parcels."""
+    block = jax.numpy.zeros(way.block, way.moved_dtype)
+    for of in cuts:
+        for starts in of.join:
+            table = np.asarray([s or (0,) * len(of.shape) for s in starts], np.int32).reshape(len(starts), -1)
+            there = np.asarray([s is not None for s in starts])
+            new = lax.dynamic_update_slice(block, next(slots)[0], list(jax.numpy.asarray(table)[device]))
+            block = new if there.all() else jax.numpy.where(jax.numpy.asarray(there)[device], new, block)
+    return block.astype(way.given.words[1])
+
+
+def _by_device(x: jax.Array) -> dict[Any, Any]:
+    return {shard.device: shard.data for shard in x.addressable_shards}
+
+
+class WaysCodec:
+    """The codec of a network (`shardc.runtime.distributed_network.Codec`).
+
+    Args:
+      channels: the ways of each channel; None for channels that carry nothing.
+    """
+
+    def __init__(self, channels: Sequence[Ways | None]) -> None:
+        self._channels = channels
+
+    def is_ready(self, value: Any) -> bool:
+        return all(words(x).is_ready() for x in value if isinstance(x, jax.Array))
+
+    def pack(self, channel: int, peer: int, value: Any) -> Packed:
+        ways = self._channels[channel]
+        return (b"", ()) if ways is None else ways.pack(peer, value)
+
+    def unpack(self, channel: int, parts: Mapping[int, Packed]) -> Any:
+        ways = self._channels[channel]
+        return () if ways is None else ways.unpack(parts)
+
+
+def moved(x: Any, given: Place, taken: Place, link: DeviceLink) -> Any:
+    """An array, or a physical array, moved within this process: the leaf at its new place."""
+    ways = Ways([Way(given, taken, link)], bool(jax.config.jax_enable_x64))  # pyright: ignore[reportAttributeAccessIssue]
+    (there,) = ways.arrive(ways.move([x.physical if is_placed(x) else x]))
+    return there if taken.on_host else taken.leave(there)
