@@ -348,13 +348,14 @@ class _Cut:
             self.join[slot][target] = _start(box, way.needed[target])
             self.copies[slot][target] = slots[source, box], source
 
-    def is_whole(self, way: Way) -> bool:
-        """Whether each parcel is the whole block of its source, and each block there is one parcel."""
-        given = local_shape(way.plan.shape, way.plan.leaves, way.given.sizes)
-        return (
-            given == way.block == self.shape and len(self.cut) == 1 and len(self.join) == 1
-            and None not in self.join[0] and way.moved_dtype == way.given.words[1]
-        )  # fmt: skip
+    def leaves_whole(self, way: Way) -> bool:
+        """Whether the block of each device that sends is one parcel."""
+        block = local_shape(way.plan.shape, way.plan.leaves, way.given.sizes)
+        return self.shape == block and len(self.cut) == 1 and way.moved_dtype == way.given.words[1]
+
+    def arrives_whole(self, way: Way) -> bool:
+        """Whether the block of each device of the taker is one parcel."""
+        return self.shape == way.block and None not in self.join[0] and way.moved_dtype == way.given.words[1]
 
 
 def _start(box: Index, inside: Index) -> Local:
@@ -363,7 +364,7 @@ def _start(box: Index, inside: Index) -> Local:
 
 class Crossing:
     """Carries values from one mesh to another within this process: one program cuts all parcels, each is copied once,
-    and one program joins them. A value whose parcels are whole blocks is copied alone."""
+    and one program joins them. Parcels that are whole blocks need no cut, or no join."""
 
     def __init__(self, ways: Sequence[Way]) -> None:
         self._ways = list(ways)
@@ -372,8 +373,9 @@ class Crossing:
         self._sources = list(self._giver.devices.flat)
         self._targets = list(self._taker.devices.flat)
         self._cuts = [[_Cut(w, s) for s in sorted({p.shape for p in w.plan.parcels})] for w in self._ways]
-        self._is_whole = [len(c) == 1 and c[0].is_whole(w) for w, c in zip(self._ways, self._cuts, strict=True)]
-        self._parted = [i for i, whole in enumerate(self._is_whole) if not whole]
+        pairs = [(i, w, c) for i, (w, c) in enumerate(zip(self._ways, self._cuts, strict=True))]
+        self._parted = [i for i, w, c in pairs if not (len(c) == 1 and c[0].leaves_whole(w))]
+        self._joined = [i for i, w, c in pairs if not (len(c) == 1 and c[0].arrives_whole(w))]
         self._blank: dict[tuple[Any, Local, Any], Any] = {}
         targets = [SingleDeviceSharding(self._targets[t]) for *_, t in self._plan()]
         self._copy = compat.copies_to(targets)
@@ -398,7 +400,7 @@ class Crossing:
         cut = iter(self._cutter(*(given[i] for i in self._parted)) if self._parted else ())
         blocks: dict[tuple[int, int, int], dict[Any, Any]] = {}
         for i, x in enumerate(given):
-            if self._is_whole[i]:
+            if i not in self._parted:
                 blocks[i, 0, 0] = _by_device(x)
                 continue
             for c, of in enumerate(self._cuts[i]):
@@ -406,8 +408,8 @@ class Crossing:
                     blocks[i, c, slot] = _by_device(next(cut))
         sent = [blocks[i, c, slot][self._sources[source]] for i, c, slot, source, _, _ in self._copies]
         came = dict(zip(((i, c, s, t) for i, c, _, _, s, t in self._copies), self._copy(sent), strict=True))
-        joined = iter(self._joiner(*self._slots(came)) if self._parted else ())
-        return [self._put_together(i, came) if self._is_whole[i] else next(joined) for i in range(len(given))]
+        joined = iter(self._joiner(*self._slots(came)) if self._joined else ())
+        return [next(joined) if i in self._joined else self._put_together(i, came) for i in range(len(given))]
 
     def _put_together(self, i: int, came: Mapping[tuple[int, int, int, int], Any]) -> jax.Array:
         shape, sharding = self._ways[i]._arrived  # noqa: SLF001
@@ -417,7 +419,7 @@ class Crossing:
     def _slots(self, came: Mapping[tuple[int, int, int, int], Any]) -> list[jax.Array]:
         """The arrays that the joining program takes: for each slot one parcel of each device."""
         found: list[jax.Array] = []
-        for i in self._parted:
+        for i in self._joined:
             dtype = self._ways[i].moved_dtype
             for c, of in enumerate(self._cuts[i]):
                 for slot in range(len(of.join)):
@@ -425,19 +427,19 @@ class Crossing:
                         came.get((i, c, slot, t)) if of.join[slot][t] is not None else self._empty(d, of.shape, dtype)
                         for t, d in enumerate(self._targets)
                     ]
-                    shape = (len(self._targets), *of.shape)
+                    shape = _stacked(of.shape, len(self._targets))
                     found.append(jax.make_array_from_single_device_arrays(shape, self._each(self._taker), pieces))
         return found
 
     def _empty(self, device: Any, shape: Local, dtype: Any) -> Any:
         key = device, shape, dtype
         if key not in self._blank:
-            self._blank[key] = jax.device_put(np.zeros((1, *shape), dtype), device)
+            self._blank[key] = jax.device_put(np.zeros(shape or 1, dtype), device)
         return self._blank[key]
 
     @staticmethod
     def _each(mesh: Mesh) -> NamedSharding:
-        """The sharding of an array that has a row for each device."""
+        """The sharding of an array that has rows for each device."""
         return NamedSharding(mesh, PartitionSpec(tuple(mesh.axis_names)))
 
     @cached_property
@@ -453,7 +455,7 @@ class Crossing:
                 for of in cuts:
                     for starts in of.cut:
                         at = jax.numpy.asarray(np.asarray(starts, np.int32).reshape(len(starts), -1))[device]
-                        found.append(lax.dynamic_slice(x, list(at), of.shape)[None])
+                        found.append(lax.dynamic_slice(x, list(at), of.shape))
             return found
 
         count = sum(len(of.cut) for _, cuts in ways for of in cuts)
@@ -463,7 +465,7 @@ class Crossing:
     @cached_property
     def _joiner(self) -> Any:
         mesh, every = self._taker, PartitionSpec(tuple(self._taker.axis_names))
-        ways = [(self._ways[i], self._cuts[i]) for i in self._parted]
+        ways = [(self._ways[i], self._cuts[i]) for i in self._joined]
 
         def local(*slots: Any) -> list[Any]:
             device, left = lax.axis_index(tuple(mesh.axis_names)), iter(slots)
@@ -476,14 +478,32 @@ class Crossing:
 
 def _joined(way: Way, cuts: Sequence[_Cut], slots: Any, device: Any) -> Any:
     """The block of a device, of its parcels."""
+    if len(cuts) == 1 and (dim := _row_of(cuts[0], way.block)) is not None:
+        order = sorted(range(len(cuts[0].join)), key=lambda k: cuts[0].join[k][0] or ())
+        parcels = list(slots)
+        return lax.concatenate([parcels[k] for k in order], dim).astype(way.given.words[1])
     block = jax.numpy.zeros(way.block, way.moved_dtype)
     for of in cuts:
         for starts in of.join:
             table = np.asarray([s or (0,) * len(of.shape) for s in starts], np.int32).reshape(len(starts), -1)
             there = np.asarray([s is not None for s in starts])
-            new = lax.dynamic_update_slice(block, next(slots)[0], list(jax.numpy.asarray(table)[device]))
+            new = lax.dynamic_update_slice(block, next(slots), list(jax.numpy.asarray(table)[device]))
             block = new if there.all() else jax.numpy.where(jax.numpy.asarray(there)[device], new, block)
     return block.astype(way.given.words[1])
+
+
+def _row_of(of: _Cut, block: Local) -> int | None:
+    """The dimension along which the parcels of each device lie side by side and fill its block; None: they do not."""
+    dims = [d for d, (n, whole) in enumerate(zip(of.shape, block, strict=True)) if n != whole]
+    if len(dims) != 1 or of.shape[dims[0]] * len(of.join) != block[dims[0]]:
+        return None
+    alike = all(start == row[0] for row in of.join for start in row)
+    return dims[0] if alike else None
+
+
+def _stacked(shape: Local, devices: int) -> Local:
+    """The shape of an array that has such rows for each device."""
+    return (devices * shape[0], *shape[1:]) if shape else (devices,)
 
 
 def _by_device(x: jax.Array) -> dict[Any, Any]:

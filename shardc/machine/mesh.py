@@ -21,7 +21,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 from shardc import compat
 from shardc.errors import MeshError, did_you_mean
 from shardc.machine.devices import devices as devices_of_run
-from shardc.machine.devices import domain_of, process_of
+from shardc.machine.devices import domain_of, process_of, processes_of
 from shardc.machine.topology import (
     BETWEEN_PROCESSES,
     TOPOLOGIES,
@@ -345,6 +345,36 @@ def view(mesh: AnyMesh) -> MeshView:
     elif whole:
         machine = replace(machine, layout=tuple(default_spans(machine, whole).items()))
     return _with_memory(axes, machine, hbm or None)
+
+
+def border(giver: AnyMesh | None, taker: AnyMesh | None) -> DeviceLink:
+    """The link of one device between two meshes; None: the host.
+
+    Meshes of one process, of one domain of fast links, or cut from one mesh, have the link between them; between all
+    others lies the slowest fabric of the machine, which joins its hosts.
+    """
+    meshes = [m for m in (giver, taker) if m is not None]
+    if not meshes:
+        return DeviceLink(TOPOLOGIES["cpu"].memory_bandwidth, 0.0)
+    views = [view(m) for m in meshes]
+    if len(meshes) == 1:
+        machine = views[0].topology
+        return DeviceLink(machine.host_bandwidth or views[0].link.bandwidth, views[0].link.latency)
+    if _are_near(*meshes):
+        return min((v.link for v in views), key=lambda link: link.bandwidth)
+    outer = [v.topology.fabrics[-1] for v in views]
+    return min((DeviceLink(f.bandwidth, f.latency) for f in outer), key=lambda link: link.bandwidth)
+
+
+def _are_near(one: AnyMesh, other: AnyMesh) -> bool:
+    """Whether two meshes are joined by the links within them."""
+    if isinstance(one, Mesh) and isinstance(other, Mesh):
+        ends = [*one.devices.flat, *other.devices.flat]
+        domains = {domain_of(d) for d in ends}
+        return len(processes_of(ends)) == 1 or (len(domains) == 1 and None not in domains)
+    kinds = [_parse_kind(m.abstract_device.device_kind) for m in (one, other)
+             if not isinstance(m, Mesh) and m.abstract_device is not None and m.abstract_device.platform == _OURS]  # fmt: skip
+    return len(kinds) == 2 and kinds[0] == kinds[1] and bool(kinds[0][2])
 
 
 def _with_memory(
