@@ -69,12 +69,14 @@ class Place:
         return {} if self.on_host or self.mesh is None else dict(self.mesh.shape)
 
     @cached_property
+    def devices(self) -> list[Any]:
+        """The devices, in the order of the mesh; none on the host."""
+        return list(self.mesh.devices.flat) if isinstance(self.mesh, Mesh) and not self.on_host else []
+
+    @cached_property
     def processes(self) -> tuple[int | None, ...]:
         """The process of each device, in the order of the mesh; of the host its process."""
-        if self.on_host:
-            return (self.process,)
-        assert isinstance(self.mesh, Mesh)
-        return tuple(process_of(d) for d in self.mesh.devices.flat)
+        return (self.process,) if self.on_host else tuple(map(process_of, self.devices))
 
     @cached_property
     def is_plain(self) -> bool:

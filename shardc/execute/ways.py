@@ -38,7 +38,7 @@ from shardc.runtime.transport.link import Packed
 from shardc.sbp.boxing import Boxing
 from shardc.sbp.layout import bits_of, physical_shape, physical_spec
 from shardc.sbp.placement import Placement, local_shape
-from shardc.sbp.way import Index, WayPlan, boxes, plan_way
+from shardc.sbp.way import Index, Parcel, WayPlan, boxes, plan_way
 
 Local: TypeAlias = tuple[int, ...]
 """Where a box begins in the block of a device."""
@@ -121,21 +121,26 @@ class Way:
 
     def pack(self, x: Any, peer: int) -> list[memoryview]:
         """The bytes of the parcels from this process to another one, in the order of the plan. Waits for the device."""
-        mine = [p for p in self.plan.parcels if self._goes(p, me(), peer)]
+        mine = self.parcels_to(peer)
         if not mine:
             return []
         if self.given.on_host:
             whole = np.asarray(words(as_jax(x)) if isinstance(x, jax.Array) else x, self.given.words[1])
             blocks = {0: whole}
         else:
-            number = {d: i for i, d in enumerate(self.given.sharding.mesh.devices.flat)}
+            number = {d: i for i, d in enumerate(self.given.devices)}
             sources = {p.source for p in mine}
             shards = {number[s.device]: s.data for s in x.addressable_shards}
             blocks = {i: np.asarray(shards[i]) for i in sources}
         return [as_bytes(blocks[p.source][_slices(p.box, self.held[p.source])]) for p in mine]
 
-    def _goes(self, parcel: Any, giver: int, taker: int) -> bool:
-        return self.given.processes[parcel.source] == giver and self.taken.processes[parcel.targets[0]] == taker
+    def parcels_to(self, peer: int) -> list[Parcel]:
+        """The parcels from this process to another one, in the order of the plan."""
+        return [p for p in self.plan.parcels if self._ends_of(p) == (me(), peer)]
+
+    def _ends_of(self, parcel: Parcel) -> tuple[int | None, int | None]:
+        """The processes that send and take a parcel."""
+        return self.given.processes[parcel.source], self.taken.processes[parcel.targets[0]]
 
     # -- on the taker's side
 
@@ -145,8 +150,8 @@ class Way:
         left = {p: iter(buffers) for p, buffers in parts.items()}
         blocks: dict[int, np.ndarray[Any, Any]] = {}
         for p in self.plan.parcels:
-            giver = self.given.processes[p.source]
-            if giver not in parts or self.taken.processes[p.targets[0]] != me():
+            giver, taker = self._ends_of(p)
+            if giver is None or giver not in parts or taker != me():
                 continue
             piece = from_bytes(next(left[giver]), p.shape, dtype)
             for target in p.targets:
@@ -162,12 +167,12 @@ class Way:
                 blocks[i] = np.zeros(self.block, dtype)
         if self.taken.on_host:
             return of_words(blocks[0], self.taken.dtype)
-        devices = list(self.taken.sharding.mesh.devices.flat)
+        devices = self.taken.devices
         pieces = jax.device_put([blocks[i] for i in mine], [SingleDeviceSharding(devices[i]) for i in mine])
-        return jax.make_array_from_single_device_arrays(*self._arrived, pieces)
+        return jax.make_array_from_single_device_arrays(*self.arrived, pieces)
 
     @cached_property
-    def _arrived(self) -> tuple[tuple[int, ...], NamedSharding]:
+    def arrived(self) -> tuple[tuple[int, ...], NamedSharding]:
         """The shape and the sharding of the physical array that has arrived."""
         mesh = self.taken.sharding.mesh
         shape = physical_shape(self.plan.shape, self.plan.arrives, self.taken.sizes)
@@ -287,13 +292,14 @@ class Ways:
 
     def is_ready(self, values: Sequence[Any]) -> bool:
         """Whether `pack` would not wait for a device."""
-        return all(x.is_ready() for x in values if isinstance(x, jax.Array))
+        arrays: list[Any] = [x for x in values if isinstance(x, jax.Array)]
+        return all(x.is_ready() for x in arrays)
 
     def pack(self, peer: int, values: Sequence[Any]) -> Packed:
         """The part of a message for another process."""
         buffers = [b for w, x in zip(self.ways, values, strict=True) for b in w.pack(x, peer)]
         self.sent += sum(b.nbytes for b in buffers)
-        counts = [len([p for p in w.plan.parcels if w._goes(p, me(), peer)]) for w in self.ways]  # noqa: SLF001
+        counts = [len(w.parcels_to(peer)) for w in self.ways]
         return json.dumps([self._digest.decode(), counts]).encode(), buffers
 
     def unpack(self, parts: Mapping[int, Packed]) -> tuple[Any, ...]:
@@ -412,7 +418,7 @@ class Crossing:
         return [next(joined) if i in self._joined else self._put_together(i, came) for i in range(len(given))]
 
     def _put_together(self, i: int, came: Mapping[tuple[int, int, int, int], Any]) -> jax.Array:
-        shape, sharding = self._ways[i]._arrived  # noqa: SLF001
+        shape, sharding = self._ways[i].arrived
         pieces = [came[i, 0, 0, t] for t in range(len(self._targets))]
         return jax.make_array_from_single_device_arrays(shape, sharding, pieces)
 
@@ -424,7 +430,7 @@ class Crossing:
             for c, of in enumerate(self._cuts[i]):
                 for slot in range(len(of.join)):
                     pieces = [
-                        came.get((i, c, slot, t)) if of.join[slot][t] is not None else self._empty(d, of.shape, dtype)
+                        came[i, c, slot, t] if of.join[slot][t] is not None else self._empty(d, of.shape, dtype)
                         for t, d in enumerate(self._targets)
                     ]
                     shape = _stacked(of.shape, len(self._targets))
@@ -521,7 +527,8 @@ class WaysCodec:
         self._channels = channels
 
     def is_ready(self, value: Any) -> bool:
-        return all(words(x).is_ready() for x in value if isinstance(x, jax.Array))
+        arrays: list[Any] = [words(x) for x in value if isinstance(x, jax.Array)]
+        return all(x.is_ready() for x in arrays)
 
     def pack(self, channel: int, peer: int, value: Any) -> Packed:
         ways = self._channels[channel]

@@ -351,7 +351,7 @@ def border(giver: AnyMesh | None, taker: AnyMesh | None) -> DeviceLink:
     """The link of one device between two meshes; None: the host.
 
     Meshes of one process, of one domain of fast links, or cut from one mesh, have the link between them; between all
-    others lies the slowest fabric of the machine, which joins its hosts.
+    others lies the slowest fabric of the machine, which joins its hosts. Fake devices without a topology are near.
     """
     meshes = [m for m in (giver, taker) if m is not None]
     if not meshes:
@@ -362,7 +362,7 @@ def border(giver: AnyMesh | None, taker: AnyMesh | None) -> DeviceLink:
         return DeviceLink(machine.host_bandwidth or views[0].link.bandwidth, views[0].link.latency)
     if _are_near(*meshes):
         return min((v.link for v in views), key=lambda link: link.bandwidth)
-    outer = [v.topology.fabrics[-1] for v in views]
+    outer = [v.topology.fabrics[-1] if len(v.topology.fabrics) > 1 else BETWEEN_PROCESSES for v in views]
     return min((DeviceLink(f.bandwidth, f.latency) for f in outer), key=lambda link: link.bandwidth)
 
 
@@ -372,9 +372,9 @@ def _are_near(one: AnyMesh, other: AnyMesh) -> bool:
         ends = [*one.devices.flat, *other.devices.flat]
         domains = {domain_of(d) for d in ends}
         return len(processes_of(ends)) == 1 or (len(domains) == 1 and None not in domains)
-    kinds = [_parse_kind(m.abstract_device.device_kind) for m in (one, other)
-             if not isinstance(m, Mesh) and m.abstract_device is not None and m.abstract_device.platform == _OURS]  # fmt: skip
-    return len(kinds) == 2 and kinds[0] == kinds[1] and bool(kinds[0][2])
+    absent = [m.abstract_device for m in (one, other) if not isinstance(m, Mesh)]
+    kinds = [_parse_kind(d.device_kind) for d in absent if d is not None and d.platform == _OURS]
+    return len(kinds) < 2 or (kinds[0] == kinds[1] and bool(kinds[0][2]))
 
 
 def _with_memory(

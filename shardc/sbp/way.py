@@ -166,7 +166,9 @@ def _split_evenly(shape: Shape, placement: Placement, axes: Sequence[str], sizes
     """The placement with these axes as splits, each of the longest pieces that it divides; None if one divides none."""
     for axis in axes:
         local = local_shape(shape, placement, sizes)
-        fitting = [d for d, n in enumerate(local) if n and n % sizes[axis] == 0 and _is_even(shape, placement, d, sizes)]
+        fitting = [
+            d for d, n in enumerate(local) if n and n % sizes[axis] == 0 and _is_even(shape, placement, d, sizes)
+        ]
         if not fitting:
             return None
         placement = placement.moved((axis,), S(max(fitting, key=lambda d: local[d])))
@@ -209,11 +211,6 @@ def plan_way(  # noqa: PLR0913  # two ends and what lies between
         None: each device gets its own copy.
     """
     given, taken = (p.without(m.idle) if m is not None and m.idle else p for p, m in ((given, giver), (taken, taker)))
-    if giver is not None and taker is not None and not given.partial_axes and given == taken:
-        if giver.axes == taker.axes and together is None and _splits_all(given, giver):
-            return WayPlan(
-                shape, itemsize, given, given, taken, taken, giver, taker, Boxing((), ()), Boxing((), ()), link, together
-            )  # fmt: skip
     best: tuple[tuple[float, int, int], WayPlan] | None = None
     for leaves in dict.fromkeys(_ends(shape, given, giver)):
         before = Boxing((), ()) if giver is None else find_boxing(shape, itemsize, given, leaves, giver)
@@ -225,7 +222,3 @@ def plan_way(  # noqa: PLR0913  # two ends and what lies between
                 best = key, plan
     assert best is not None
     return best[1]
-
-
-def _splits_all(placement: Placement, mesh: MeshView) -> bool:
-    return all(a in placement for a, n in mesh.axes if n > 1)
