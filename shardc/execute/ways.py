@@ -256,6 +256,8 @@ class Ways:
 
     def move(self, values: Sequence[Any]) -> tuple[Any, ...]:
         """What arrives, of what is given, within this process. Launched, never waited for."""
+        if self._is_copy:
+            return tuple(self._cross.copy_alike(values))
         left = list(self.leave(values))
         with jax.enable_x64(self._wide):
             for i, w in enumerate(self.ways):
@@ -266,6 +268,12 @@ class Ways:
                 for i, x in zip(self._crossing, self._cross(moved), strict=True):
                     left[i] = x
         return tuple(left)
+
+    @cached_property
+    def _is_copy(self) -> bool:
+        """Whether every value is copied as it is, from each device to the one of its number."""
+        plain = all(not (w.copied or w.plan.before.steps or w.given.words[0]) for w in self.ways)
+        return plain and len(self._crossing) == len(self.ways) and bool(self.ways) and self._cross.is_copy
 
     @cached_property
     def _crossing(self) -> list[int]:
@@ -359,6 +367,10 @@ class _Cut:
         block = local_shape(way.plan.shape, way.plan.leaves, way.given.sizes)
         return self.shape == block and len(self.cut) == 1 and way.moved_dtype == way.given.words[1]
 
+    def is_in_order(self) -> bool:
+        """Whether each device of the taker gets what the device of its number gives."""
+        return [at for row in self.copies for at in row] == [(0, i) for i in range(len(self.cut[0]))]
+
     def arrives_whole(self, way: Way) -> bool:
         """Whether the block of each device of the taker is one parcel."""
         return self.shape == way.block and None not in self.join[0] and way.moved_dtype == way.given.words[1]
@@ -370,7 +382,8 @@ def _start(box: Index, inside: Index) -> Local:
 
 class Crossing:
     """Carries values from one mesh to another within this process: one program cuts all parcels, each is copied once,
-    and one program joins them. Parcels that are whole blocks need no cut, or no join."""
+    and one program joins them. Parcels that are whole blocks need no cut, or no join; values whose blocks go from each
+    device to the one of its number are copied as they are."""
 
     def __init__(self, ways: Sequence[Way]) -> None:
         self._ways = list(ways)
@@ -382,15 +395,23 @@ class Crossing:
         pairs = [(i, w, c) for i, (w, c) in enumerate(zip(self._ways, self._cuts, strict=True))]
         self._parted = [i for i, w, c in pairs if not (len(c) == 1 and c[0].leaves_whole(w))]
         self._joined = [i for i, w, c in pairs if not (len(c) == 1 and c[0].arrives_whole(w))]
+        self._alike = [i for i, w, c in pairs if i not in {*self._parted, *self._joined} and c[0].is_in_order()]
+        self.copy_alike = compat.copies_to([self._ways[i].arrived[1] for i in self._alike])
         self._blank: dict[tuple[Any, Local, Any], Any] = {}
         targets = [SingleDeviceSharding(self._targets[t]) for *_, t in self._plan()]
         self._copy = compat.copies_to(targets)
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether all values are copied as they are: `copy_alike` copies them."""
+        return len(self._alike) == len(self._ways)
 
     def _plan(self) -> list[tuple[int, int, int, int, int, int]]:
         """All copies: value, class of parcels, slot and device of the giver, slot and device of the taker."""
         return [
             (i, c, at[0], at[1], slot, target)
             for i, cuts in enumerate(self._cuts)
+            if i not in self._alike
             for c, cut in enumerate(cuts)
             for slot, row in enumerate(cut.copies)
             for target, at in enumerate(row)
@@ -402,10 +423,13 @@ class Crossing:
         return self._plan()
 
     def __call__(self, values: Sequence[Any]) -> list[Any]:
-        given = [words(x) for x in values]
+        given = list(values)
+        alike = dict(zip(self._alike, self.copy_alike([given[i] for i in self._alike]), strict=True))
         cut = iter(self._cutter(*(given[i] for i in self._parted)) if self._parted else ())
         blocks: dict[tuple[int, int, int], dict[Any, Any]] = {}
         for i, x in enumerate(given):
+            if i in alike:
+                continue
             if i not in self._parted:
                 blocks[i, 0, 0] = _by_device(x)
                 continue
@@ -415,7 +439,10 @@ class Crossing:
         sent = [blocks[i, c, slot][self._sources[source]] for i, c, slot, source, _, _ in self._copies]
         came = dict(zip(((i, c, s, t) for i, c, _, _, s, t in self._copies), self._copy(sent), strict=True))
         joined = iter(self._joiner(*self._slots(came)) if self._joined else ())
-        return [next(joined) if i in self._joined else self._put_together(i, came) for i in range(len(given))]
+        return [
+            alike[i] if i in alike else next(joined) if i in self._joined else self._put_together(i, came)
+            for i in range(len(given))
+        ]
 
     def _put_together(self, i: int, came: Mapping[tuple[int, int, int, int], Any]) -> jax.Array:
         shape, sharding = self._ways[i].arrived
