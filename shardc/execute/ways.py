@@ -395,7 +395,7 @@ class Crossing:
         pairs = [(i, w, c) for i, (w, c) in enumerate(zip(self._ways, self._cuts, strict=True))]
         self._parted = [i for i, w, c in pairs if not (len(c) == 1 and c[0].leaves_whole(w))]
         self._joined = [i for i, w, c in pairs if not (len(c) == 1 and c[0].arrives_whole(w))]
-        self._alike = [i for i, w, c in pairs if i not in {*self._parted, *self._joined} and c[0].is_in_order()]
+        self._alike = [i for i, _, c in pairs if i not in {*self._parted, *self._joined} and c[0].is_in_order()]
         self.copy_alike = compat.copies_to([self._ways[i].arrived[1] for i in self._alike])
         self._blank: dict[tuple[Any, Local, Any], Any] = {}
         targets = [SingleDeviceSharding(self._targets[t]) for *_, t in self._plan()]
