@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -107,9 +108,15 @@ class WayPlan:
 
     @property
     def device_bytes(self) -> int:
-        """Bytes that the busiest device of either mesh sends or receives over the border, if the sending is shared
-        evenly."""
-        into = math.prod(local_shape(self.shape, self.arrives, sizes_of(self.taker))) * self.itemsize
+        """Bytes that the busiest device of either mesh sends or receives over the border, if devices that hold the same
+        share the sending evenly, and devices that share what arrives the taking."""
+        if self.together is None:
+            into = math.prod(local_shape(self.shape, self.arrives, sizes_of(self.taker))) * self.itemsize
+        else:
+            got, sharing = Counter[Hashable](), Counter(self.together)
+            for p in self.parcels:
+                got[self.together[p.targets[0]]] += _elements(p.box)
+            into = max((-(-n * self.itemsize // sharing[group]) for group, n in got.items()), default=0)
         senders = 1 if self.giver is None else self.giver.size
         return max(into, -(-self.border_bytes // senders))
 

@@ -95,6 +95,8 @@ def test_processes_get_one_copy_for_all_their_devices():
     plan = planned(("four", Placement({"x": S(0)})), ("four", Placement()), link=FAST, together=(0, 0, 1, 1))
     assert plan.border_bytes == 2 * 12 * 8 * 4
     assert {p.targets for p in plan.parcels} == {(0, 1), (2, 3)}
+    alone = planned(("four", Placement({"x": S(0)})), ("four", Placement()), together=(1, 1, 1, 1))
+    assert not alone.after.steps and alone.border_bytes == 12 * 8 * 4  # what one process gets is put on all of them
 
 
 def test_like_meshes_copy_device_by_device():
