@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import numpy as np
@@ -18,9 +18,7 @@ from jax.sharding import NamedSharding
 from shardc.arrays.fetch import words
 from shardc.machine.devices import process_of
 from shardc.runtime.transport.link import Packed
-
-Index: TypeAlias = tuple[tuple[int, int], ...]
-"""A piece: in each dimension the first element and the one behind the last."""
+from shardc.sbp.way import Index
 
 
 @lru_cache(maxsize=4096)

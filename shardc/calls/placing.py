@@ -12,8 +12,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from shardc import compat
 from shardc.arrays.fetch import values
 from shardc.arrays.gone import refuse_gone
+from shardc.arrays.place import put as put_tree
 from shardc.arrays.placed import is_placed
-from shardc.arrays.placed import put as put_tree
 from shardc.arrays.process_rows import process_rows
 from shardc.arrays.remote_array import put_remote
 from shardc.calls.given_rows import GivenRows, put_rows
