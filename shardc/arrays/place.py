@@ -103,9 +103,14 @@ class Place:
         return physical_shape(self.shape, self.at, self.sizes)
 
     @property
+    def block(self) -> tuple[int, ...]:
+        """The shape of the piece of a device, with its padding; of the host's value."""
+        return local_shape(self.shape, self.at, self.sizes)
+
+    @property
     def bytes(self) -> int:
         """Bytes on one device, or on the host."""
-        return math.prod(local_shape(self.shape, self.at, self.sizes)) * self.dtype.itemsize
+        return math.prod(self.block) * self.dtype.itemsize
 
     @cached_property
     def words(self) -> tuple[tuple[int, ...], Any]:
@@ -197,11 +202,12 @@ class Place:
 
 
 def place_of(x: Any) -> Place:
-    """The place of an array: a placed array's, or that of a sharding over a mesh; the host for all others."""
+    """The place of an array, or of one that is only described: a placed array's, or that of a sharding over a mesh; the
+    host for all others."""
     if is_placed(x):
         return Place(x.aval, x.mesh, x.placement)
     sharding = getattr(x, "sharding", None)
-    if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
+    if isinstance(sharding, NamedSharding) and not sharding.mesh.empty:
         return Place(leaf_aval(x), sharding.mesh, Placement.from_sharding(sharding))
     return Place(leaf_aval(x))
 
