@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import jax
 import numpy as np
@@ -17,7 +17,17 @@ from numpy.typing import NDArray
 from shardc import compat
 from shardc.arrays.fetch import of_words, words
 from shardc.arrays.pieces import index_of
-from shardc.arrays.placed import PlacedArray, as_jax, is_placed, leaf_aval, lies_here, moved, narrow, put_whole, weakly
+from shardc.arrays.placed import (
+    PlacedArray,
+    as_jax,
+    handed_over,
+    is_placed,
+    leaf_aval,
+    lies_here,
+    moved,
+    narrow,
+    weakly,
+)
 from shardc.errors import ArgumentError
 from shardc.machine.devices import me, process_of
 from shardc.machine.mesh import AnyMesh, MeshView, view
@@ -171,7 +181,7 @@ class Place:
             return put_whole(as_jax(x), self.sharding)
         aval = leaf_aval(x)
         host = narrow(np.asarray(words(x) if is_extended(aval.dtype) else x))
-        pieces = {box: np.array(host[tuple(slice(*pair) for pair in box)]) for box in self.needs()}
+        pieces = {box: _cut(host, box) for box in self.needs()}
         return self._physical(pieces, compat.shaped_array(self.shape, aval.dtype))
 
     def _there(self, x: jax.Array) -> jax.Array | None:
@@ -244,6 +254,23 @@ def array_of(
     )
     made = of_words(made, aval.dtype)
     return weakly(sharding)(made) if getattr(aval, "weak_type", False) else made
+
+
+def _cut(x: NDArray[Any], box: Index) -> NDArray[Any]:
+    """A box of an array, in memory of its own."""
+    return np.array(x[tuple(slice(*pair) for pair in box)])
+
+
+def put_whole(x: Any, sharding: NamedSharding) -> jax.Array:
+    """Put an array at a sharding. If its devices are of several processes, each of which has the whole value, each
+    takes its pieces; `jax.device_put` would compare the values by a broadcast first."""
+    if sharding.is_fully_addressable:
+        return jax.device_put(handed_over(x, cast(Mesh, sharding.mesh)), sharding)
+    if lies_here(x) is False:
+        return moved(x, Placement(), sharding)
+    aval = compat.aval_of(x)
+    host = np.asarray(words(x)) if is_extended(aval.dtype) else np.asarray(x, aval.dtype)
+    return array_of(lambda box: _cut(host, box), aval.shape, sharding, aval)
 
 
 def put_leaf(x: Any, mesh: Mesh, placement: Placement) -> jax.Array | PlacedArray:

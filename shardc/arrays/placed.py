@@ -333,22 +333,6 @@ def handed_over(x: Any, mesh: Mesh) -> Any:
     return np.array(x, jax.dtypes.canonicalize_dtype(x.dtype)) if copy else narrow(x)
 
 
-def put_whole(x: Any, sharding: NamedSharding) -> jax.Array:
-    """Put an array at a sharding. If its devices are of several processes, each of which has the whole value, each
-    takes its pieces; `jax.device_put` would compare the values by a broadcast first."""
-    if sharding.is_fully_addressable:
-        return jax.device_put(handed_over(x, cast(Mesh, sharding.mesh)), sharding)
-    if lies_here(x) is False:
-        return moved(x, Placement(), sharding)
-    aval = compat.aval_of(x)
-    if is_extended(aval.dtype):
-        words = put_whole(np.asarray(jax.random.key_data(x)), sharding)
-        return jax.random.wrap_key_data(words, impl=jax.random.key_impl(x))
-    host = np.asarray(x, aval.dtype)
-    made = jax.make_array_from_callback(host.shape, sharding, lambda index: np.array(host[index]))  # no alias of `x`
-    return weakly(sharding)(made) if aval.weak_type else made
-
-
 @lru_cache(maxsize=256)
 def weakly(sharding: Any) -> Any:
     """A program that makes an array at a sharding weakly typed."""

@@ -16,8 +16,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from shardc import compat
 from shardc.arrays.fetch import values
 from shardc.arrays.gone import refuse_gone
-from shardc.arrays.place import Place, places
-from shardc.arrays.placed import handed_over, is_placed, put_whole
+from shardc.arrays.place import Place, places, put_whole
+from shardc.arrays.placed import handed_over, is_placed
 from shardc.errors import ArgumentError, MeshError, StepFailedError, all_offenders
 from shardc.execute.agreement import Agreement
 from shardc.execute.at_work import line_if_long
