@@ -1,4 +1,4 @@
-"""Places: where an array is, or is to be. `put` puts arrays there."""
+"""Places: where an array is, or is to be, and how it comes there."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, TypeAlias, cast
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from numpy.typing import NDArray
 
 from shardc import compat
@@ -28,7 +28,6 @@ from shardc.arrays.placed import (
     narrow,
     weakly,
 )
-from shardc.errors import ArgumentError
 from shardc.machine.devices import me, process_of
 from shardc.machine.mesh import AnyMesh, MeshView, view
 from shardc.sbp.layout import is_plain, physical_shape, physical_spec, to_logical
@@ -277,42 +276,3 @@ def put_leaf(x: Any, mesh: Mesh, placement: Placement) -> jax.Array | PlacedArra
     """Put one array at `placement`: a jax.Array if JAX can express that, else a PlacedArray."""
     place = Place(leaf_aval(x), mesh, placement)
     return place.leave(place.enter(x))
-
-
-def put(tree: Any, mesh: AnyMesh, placements: Any) -> Any:
-    """Put the arrays of a pytree on a mesh.
-
-    Args:
-      tree: pytree of arrays; leaves that are no arrays are left as they are.
-      mesh: a mesh with devices.
-      placements: a pytree of placements of the same structure, or a prefix of it; as `plan.in_placements` gives them.
-
-    Returns:
-      The tree with jax.Arrays; where a placement is an uneven split or a partial sum, PlacedArrays.
-
-    Raises:
-      ArgumentError: the mesh has no devices, or the two trees do not match.
-    """
-    if isinstance(mesh, AbstractMesh):
-        raise ArgumentError("shardc.put needs a mesh with devices; this one only plans (it names a topology).")
-    leaves, structure = jax.tree.flatten(tree)
-    if isinstance(tree, tuple) and type(placements) is not type(tree) and isinstance(placements, tuple):
-        placements = tuple(placements)  # a plan's in_placements are a named tuple
-
-    def is_leaf(p: object) -> bool:
-        return p is None or isinstance(p, Placement)
-
-    def put_part(placement: Placement | None, part: Any) -> list[Any]:
-        found = jax.tree.leaves(part)
-        return found if placement is None else [put_leaf(x, mesh, placement) for x in found]
-
-    wanted, other = jax.tree.flatten(placements, is_leaf=is_leaf)
-    try:
-        parts = other.flatten_up_to(tree)
-    except ValueError as error:
-        raise ArgumentError(
-            f"shardc.put: {len(leaves)} arrays of structure {structure} do not match {len(wanted)} placements of "
-            f"structure {other}."
-        ) from error
-    done = [x for p, part in zip(wanted, parts, strict=True) for x in put_part(p, part)]
-    return jax.tree.unflatten(structure, done)
