@@ -82,7 +82,7 @@ class Place:
         """The planner's view of the mesh; None for the host."""
         return None if self.on_host or self.mesh is None else view(self.mesh)
 
-    @property
+    @cached_property
     def sizes(self) -> AxisSizes:
         return {} if self.on_host or self.mesh is None else dict(self.mesh.shape)
 
@@ -107,7 +107,7 @@ class Place:
         assert isinstance(self.mesh, Mesh)
         return NamedSharding(self.mesh, physical_spec(self.at))
 
-    @property
+    @cached_property
     def physical_shape(self) -> tuple[int, ...]:
         return physical_shape(self.shape, self.at, self.sizes)
 
@@ -140,7 +140,8 @@ class Place:
 
     def needs(self) -> list[Index]:
         """The boxes of the logical array that this process needs, each once."""
-        here = [b for b, process in zip(self.held, self.processes, strict=True) if process in (me(), None)]
+        own = (me(), None)
+        here = [b for b, process in zip(self.held, self.processes, strict=True) if process in own]
         return [b for b in dict.fromkeys(here) if b is not None]
 
     def made_of(self, pieces: Pieces) -> Any:
@@ -153,15 +154,19 @@ class Place:
             return of_words(value, self.dtype)
         return self.leave(self._physical(pieces, self.aval))
 
+    @cached_property
+    def _held_in(self) -> dict[Index, Index | None]:
+        """What each shard of the physical array holds."""
+        found = self.sharding.devices_indices_map(self.physical_shape).values()
+        return dict(zip((index_of(i, self.physical_shape) for i in found), self.held, strict=True))
+
     def _physical(self, pieces: Pieces, aval: Any) -> jax.Array:
         """The physical array of boxes with elements of the type of `aval`."""
-        lead = 1 if self.at.partial_axes else 0
-        at = self.sharding.devices_indices_map(self.physical_shape)
-        held = {index_of(i, self.physical_shape): box for i, box in zip(at.values(), self.held, strict=True)}
+        lead = (None, ...) if self.at.partial_axes else (...,)
 
-        def piece(index: Index) -> NDArray[Any] | None:
-            box = held[index]
-            return None if box is None else pieces[box][(None,) * lead]
+        def piece(shard: Index) -> NDArray[Any] | None:
+            box = self._held_in[shard]
+            return None if box is None else pieces[box][lead]
 
         return array_of(piece, self.physical_shape, self.sharding, aval)
 

@@ -49,8 +49,17 @@ def fits(placement, dtype):
 @given(st.sampled_from(PLACEMENTS), st.sampled_from(DTYPES), st.tuples(st.integers(0, 9), st.integers(0, 5)))
 @settings(max_examples=40, deadline=None)
 def test_there_and_back(placement, dtype, shape):
-    if not fits(placement, dtype):
-        return
+    if fits(placement, dtype):
+        check_there_and_back(placement, dtype, shape)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("placement", ["{}", "{a: P(sum)}", "{a: P(sum), b: P(sum)}"])
+def test_a_scalar_there_and_back(placement, dtype):
+    check_there_and_back(placement, dtype, ())
+
+
+def check_there_and_back(placement, dtype, shape):
     value = array(shape, dtype)
     place = Place(leaf_aval(value), make_mesh(a=4, b=2), Placement.parse(placement))
     physical = place.enter(value)
