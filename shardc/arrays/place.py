@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from shardc import compat
 from shardc.arrays.fetch import of_words, words
-from shardc.arrays.pieces import index_of
 from shardc.arrays.placed import (
     PlacedArray,
     as_jax,
@@ -152,7 +151,7 @@ class Place:
             tail, dtype = self.words
             value = np.zeros((*self.shape, *tail), dtype) if box is None else pieces[box]
             return of_words(value, self.dtype)
-        return self.leave(self._physical(pieces, self.aval))
+        return self.leave(self._physical(pieces.__getitem__, self.aval))
 
     @cached_property
     def _held_in(self) -> dict[Index, Index | None]:
@@ -160,13 +159,13 @@ class Place:
         found = self.sharding.devices_indices_map(self.physical_shape).values()
         return dict(zip((index_of(i, self.physical_shape) for i in found), self.held, strict=True))
 
-    def _physical(self, pieces: Pieces, aval: Any) -> jax.Array:
+    def _physical(self, elements: Callable[[Index], NDArray[Any]], aval: Any) -> jax.Array:
         """The physical array of boxes with elements of the type of `aval`."""
         lead = (None, ...) if self.at.partial_axes else (...,)
 
         def piece(shard: Index) -> NDArray[Any] | None:
             box = self._held_in[shard]
-            return None if box is None else pieces[box][lead]
+            return None if box is None else elements(box)[lead]
 
         return array_of(piece, self.physical_shape, self.sharding, aval)
 
@@ -185,8 +184,7 @@ class Place:
             return put_whole(as_jax(x), self.sharding)
         aval = leaf_aval(x)
         host = narrow(np.asarray(words(x) if is_extended(aval.dtype) else x))
-        pieces = {box: _cut(host, box) for box in self.needs()}
-        return self._physical(pieces, compat.shaped_array(self.shape, aval.dtype))
+        return self._physical(lambda box: _cut(host, box), compat.shaped_array(self.shape, aval.dtype))
 
     def _there(self, x: jax.Array) -> jax.Array | None:
         """The part of an array of a larger mesh on these devices, if each of them holds its piece already."""
@@ -224,6 +222,12 @@ def place_of(x: Any) -> Place:
     if isinstance(sharding, NamedSharding) and not sharding.mesh.empty:
         return Place(leaf_aval(x), sharding.mesh, Placement.from_sharding(sharding))
     return Place(leaf_aval(x))
+
+
+def index_of(slices: Sequence[slice], shape: Sequence[int]) -> Index:
+    """The box that JAX writes as slices."""
+    pairs = [s.indices(n)[:2] for s, n in zip(slices, shape, strict=True)]
+    return tuple((start, max(start, stop)) for start, stop in pairs)
 
 
 def places(avals: Sequence[Any], mesh: AnyMesh | None, placements: Sequence[Placement | None]) -> list[Place]:

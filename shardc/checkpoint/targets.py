@@ -13,8 +13,7 @@ from jax.sharding import AbstractMesh, Mesh
 from numpy.typing import NDArray
 
 from shardc import compat
-from shardc.arrays.pieces import index_of
-from shardc.arrays.place import Pieces, Place, array_of, place_of
+from shardc.arrays.place import Pieces, Place, array_of, index_of, place_of
 from shardc.arrays.placed import PlacedArray, StackedArray, is_placed, leaf_aval
 from shardc.calls.leaves import leaf_of
 from shardc.checkpoint.leaves import ARRAYS, arrived, arrives, is_remote, value_of
