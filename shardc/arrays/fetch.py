@@ -68,7 +68,7 @@ class _GatheredWords:
         x, words = self.like, self.words
         if is_placed(x):
             words = to_logical(words, (*x.shape, *words.shape[x.physical.ndim :]), x.placement, dict(x.mesh.shape))
-        return _keys(words, x) if is_extended(x.dtype) else words
+        return of_words(words, x.dtype)
 
 
 def _is_here(x: jax.Array) -> bool:
@@ -103,10 +103,6 @@ def _words(x: Any) -> jax.Array:
     return words(x.physical if is_placed(x) else x)
 
 
-def _keys(words: np.ndarray[Any, Any], like: Any) -> jax.Array:
-    return jax.random.wrap_key_data(jax.numpy.asarray(words), impl=jax.random.key_impl(like))
-
-
 def _value(x: Any) -> Any:
     if isinstance(x, _GatheredWords):
         return x.value()
@@ -114,4 +110,4 @@ def _value(x: Any) -> Any:
         return x
     if is_placed(x):
         return x.read() if is_extended(x.dtype) else np.asarray(x)
-    return _keys(on_host(jax.random.key_data(x)), x) if is_extended(x.dtype) else on_host(x)
+    return of_words(on_host(words(x)), x.dtype)

@@ -9,18 +9,17 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
 from shardc.arrays.fetch import words
+from shardc.arrays.place import index_of
 from shardc.machine.devices import process_of
 from shardc.runtime.transport.link import Packed
-
-Index: TypeAlias = tuple[tuple[int, int], ...]
-"""A piece: in each dimension the first element and the one behind the last."""
+from shardc.sbp.way import Index
 
 
 @lru_cache(maxsize=4096)
@@ -30,12 +29,6 @@ def piece_numbers(sharding: NamedSharding, shape: tuple[int, ...]) -> tuple[tupl
     held = [index_of(at[d], shape) for d in _devices(sharding)]
     pieces = tuple(dict.fromkeys(held))
     return pieces, tuple(map(pieces.index, held))
-
-
-def index_of(slices: Sequence[slice], shape: Sequence[int]) -> Index:
-    """The index that JAX writes as slices."""
-    pairs = [s.indices(n)[:2] for s, n in zip(slices, shape, strict=True)]
-    return tuple((start, max(start, stop)) for start, stop in pairs)
 
 
 @lru_cache(maxsize=4096)

@@ -1,24 +1,41 @@
-"""Places: where an array is, or is to be."""
+"""Places: where an array is, or is to be, and how it comes there."""
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from functools import cache, cached_property
+from typing import Any, TypeAlias, cast
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
+from numpy.typing import NDArray
 
 from shardc import compat
-from shardc.arrays.placed import PlacedArray, is_placed, leaf_aval, put_leaf
-from shardc.machine.devices import process_of
+from shardc.arrays.fetch import of_words, words
+from shardc.arrays.placed import (
+    PlacedArray,
+    as_jax,
+    handed_over,
+    is_placed,
+    leaf_aval,
+    lies_here,
+    moved,
+    narrow,
+    weakly,
+)
+from shardc.machine.devices import me, process_of
 from shardc.machine.mesh import AnyMesh, MeshView, view
 from shardc.sbp.layout import is_plain, physical_shape, physical_spec, to_logical
 from shardc.sbp.placement import AxisSizes, Placement, local_shape
 from shardc.sbp.signature import is_extended
+from shardc.sbp.way import Index, boxes
+
+Pieces: TypeAlias = Mapping[Index, NDArray[Any]]
+"""Boxes of a logical array, with their elements; of random keys their words, in one more dimension."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +58,7 @@ class Place:
         if self.placement is not None:
             object.__setattr__(self, "placement", self.placement.resolve(len(self.aval.shape)))
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, ...]:
         return tuple(self.aval.shape)
 
@@ -54,7 +71,7 @@ class Place:
         """Whether the array is taken and given whole, as NumPy has it: it is on the host, or a pipeline's."""
         return self.mesh is None or self.placement is None
 
-    @property
+    @cached_property
     def at(self) -> Placement:
         """The placement; of a place on the host, that of one device."""
         return Placement() if self.on_host or self.placement is None else self.placement
@@ -64,7 +81,7 @@ class Place:
         """The planner's view of the mesh; None for the host."""
         return None if self.on_host or self.mesh is None else view(self.mesh)
 
-    @property
+    @cached_property
     def sizes(self) -> AxisSizes:
         return {} if self.on_host or self.mesh is None else dict(self.mesh.shape)
 
@@ -89,14 +106,19 @@ class Place:
         assert isinstance(self.mesh, Mesh)
         return NamedSharding(self.mesh, physical_spec(self.at))
 
-    @property
+    @cached_property
     def physical_shape(self) -> tuple[int, ...]:
         return physical_shape(self.shape, self.at, self.sizes)
 
     @property
+    def block(self) -> tuple[int, ...]:
+        """The shape of the piece of a device, with its padding; of the host's value."""
+        return local_shape(self.shape, self.at, self.sizes)
+
+    @property
     def bytes(self) -> int:
         """Bytes on one device, or on the host."""
-        return math.prod(local_shape(self.shape, self.at, self.sizes)) * self.dtype.itemsize
+        return math.prod(self.block) * self.dtype.itemsize
 
     @cached_property
     def words(self) -> tuple[tuple[int, ...], Any]:
@@ -105,18 +127,64 @@ class Place:
             return (), np.dtype(self.dtype)
         return tuple(compat.words_of_keys(self.dtype)), np.dtype(np.uint32)
 
+    @cached_property
+    def held(self) -> tuple[Index | None, ...]:
+        """The elements that each device holds, without padding, in the order of the mesh; None: it holds zeros alone.
+        Of a partial sum the first device holds all."""
+        sums = self.at.partial_axes if self.at.partial_op == "sum" else ()
+        coordinates = itertools.product(*(range(n) for n in self.sizes.values()))
+        first = [not any(i for a, i in zip(self.sizes, at, strict=True) if a in sums) for at in coordinates]
+        found = boxes(self.shape, self.at, self.sizes)
+        return tuple(b if one and all(i < j for i, j in b) else None for b, one in zip(found, first, strict=True))
+
+    def needs(self) -> list[Index]:
+        """The boxes of the logical array that this process needs, each once."""
+        own = (me(), None)
+        here = [b for b, process in zip(self.held, self.processes, strict=True) if process in own]
+        return [b for b in dict.fromkeys(here) if b is not None]
+
+    def made_of(self, pieces: Pieces) -> Any:
+        """The array here, made of the boxes that this process needs. On the host it is a NumPy array, or keys on one
+        device."""
+        if self.on_host:
+            (box,) = self.held
+            tail, dtype = self.words
+            value = np.zeros((*self.shape, *tail), dtype) if box is None else pieces[box]
+            return of_words(value, self.dtype)
+        return self.leave(self._physical(pieces.__getitem__, self.aval))
+
+    @cached_property
+    def _held_in(self) -> dict[Index, Index | None]:
+        """What each shard of the physical array holds."""
+        found = self.sharding.devices_indices_map(self.physical_shape).values()
+        return dict(zip((index_of(i, self.physical_shape) for i in found), self.held, strict=True))
+
+    def _physical(self, elements: Callable[[Index], NDArray[Any]], aval: Any) -> jax.Array:
+        """The physical array of boxes with elements of the type of `aval`."""
+        lead = (None, ...) if self.at.partial_axes else (...,)
+
+        def piece(shard: Index) -> NDArray[Any] | None:
+            box = self._held_in[shard]
+            return None if box is None else elements(box)[lead]
+
+        return array_of(piece, self.physical_shape, self.sharding, aval)
+
     def enter(self, x: Any) -> jax.Array:
         """The physical array of an array, put here from wherever it is."""
-        if is_placed(x) and x.placement == self.placement and x.mesh == self.mesh and x.parts:
+        if type(x) is PlacedArray and x.placement == self.placement and x.mesh == self.mesh:
             return x.physical
         if self.is_plain and isinstance(x, jax.Array) and x.committed and not is_placed(x):
             if x.sharding == self.sharding:
                 return x
             if (there := self._there(x)) is not None:
                 return there
-        assert isinstance(self.mesh, Mesh)
-        made = put_leaf(x, self.mesh, self.at)
-        return made.physical if is_placed(made) else made
+        if lies_here(x) is False:
+            return moved(x, self.at, self.sharding)
+        if self.is_plain:
+            return put_whole(as_jax(x), self.sharding)
+        aval = leaf_aval(x)
+        host = narrow(np.asarray(words(x) if is_extended(aval.dtype) else x))
+        return self._physical(lambda box: _cut(host, box), compat.shaped_array(self.shape, aval.dtype))
 
     def _there(self, x: jax.Array) -> jax.Array | None:
         """The part of an array of a larger mesh on these devices, if each of them holds its piece already."""
@@ -136,23 +204,84 @@ class Place:
         assert isinstance(self.mesh, Mesh)
         return PlacedArray(x, self.shape, self.at, self.mesh)
 
-    def value(self, x: jax.Array) -> np.ndarray[Any, Any]:
-        """The logical value of a physical array, on the host."""
-        return to_logical(np.asarray(x), self.shape, self.at, self.sizes)
+    def value(self, x: jax.Array) -> Any:
+        """The logical value of a physical array, on the host as `made_of` gives it."""
+        numbers = to_logical(np.asarray(words(x)), (*self.shape, *self.words[0]), self.at, self.sizes)
+        return of_words(numbers, self.dtype)
 
     def __str__(self) -> str:
         return "host" if self.mesh is None else "its stages" if self.placement is None else str(self.placement)
 
 
 def place_of(x: Any) -> Place:
-    """The place of an array: a placed array's, or that of a sharding over a mesh; the host for all others."""
+    """The place of an array, or of one that is only described: a placed array's, or that of a sharding over a mesh; the
+    host for all others."""
     if is_placed(x):
         return Place(x.aval, x.mesh, x.placement)
     sharding = getattr(x, "sharding", None)
-    if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
+    if isinstance(sharding, NamedSharding) and not sharding.mesh.empty:
         return Place(leaf_aval(x), sharding.mesh, Placement.from_sharding(sharding))
     return Place(leaf_aval(x))
 
 
+def index_of(slices: Sequence[slice], shape: Sequence[int]) -> Index:
+    """The box that JAX writes as slices."""
+    pairs = [s.indices(n)[:2] for s, n in zip(slices, shape, strict=True)]
+    return tuple((start, max(start, stop)) for start, stop in pairs)
+
+
 def places(avals: Sequence[Any], mesh: AnyMesh | None, placements: Sequence[Placement | None]) -> list[Place]:
     return [Place(a, mesh, p) for a, p in zip(avals, placements, strict=True)]
+
+
+def array_of(
+    piece: Callable[[Index], NDArray[Any] | None], shape: tuple[int, ...], sharding: Any, aval: Any
+) -> jax.Array:
+    """An array of its pieces.
+
+    Args:
+      piece: what stands at the beginning of a shard, by the shard's box; the rest of the shard is zero. None: nothing.
+        Of random keys it is their words.
+      shape, sharding: of the array.
+      aval: its dtype and weak type.
+    """
+    tail, dtype = Place(aval).words
+
+    @cache
+    def shard(box: Index) -> NDArray[Any]:
+        found, block = piece(box), (*(b - a for a, b in box), *tail)
+        if found is not None and found.shape == block:
+            return found
+        filled = np.zeros(block, dtype)
+        if found is not None:
+            filled[tuple(map(slice, found.shape))] = found
+        return filled
+
+    made = jax.make_array_from_callback(
+        (*shape, *tail), sharding, lambda at: shard(index_of((at or ())[: len(shape)], shape)), dtype=dtype
+    )
+    made = of_words(made, aval.dtype)
+    return weakly(sharding)(made) if getattr(aval, "weak_type", False) else made
+
+
+def _cut(x: NDArray[Any], box: Index) -> NDArray[Any]:
+    """A box of an array, in memory of its own."""
+    return np.array(x[tuple(slice(*pair) for pair in box)])
+
+
+def put_whole(x: Any, sharding: NamedSharding) -> jax.Array:
+    """Put an array at a sharding. If its devices are of several processes, each of which has the whole value, each
+    takes its pieces; `jax.device_put` would compare the values by a broadcast first."""
+    if sharding.is_fully_addressable:
+        return jax.device_put(handed_over(x, cast(Mesh, sharding.mesh)), sharding)
+    if lies_here(x) is False:
+        return moved(x, Placement(), sharding)
+    aval = compat.aval_of(x)
+    host = np.asarray(words(x)) if is_extended(aval.dtype) else np.asarray(x, aval.dtype)
+    return array_of(lambda box: _cut(host, box), aval.shape, sharding, aval)
+
+
+def put_leaf(x: Any, mesh: Mesh, placement: Placement) -> jax.Array | PlacedArray:
+    """Put one array at `placement`: a jax.Array if JAX can express that, else a PlacedArray."""
+    place = Place(leaf_aval(x), mesh, placement)
+    return place.leave(place.enter(x))

@@ -1,4 +1,4 @@
-"""Arrays on a mesh: `put`, and `PlacedArray` for placements that a jax.Array cannot express."""
+"""Arrays on a mesh: `PlacedArray` for placements that a jax.Array cannot express."""
 
 from __future__ import annotations
 
@@ -10,20 +10,17 @@ from typing import Any, Final, TypeGuard, cast
 import jax
 import numpy as np
 from jax.experimental.layout import Format
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardc import compat
-from shardc.errors import ArgumentError
 from shardc.machine.devices import meet
 from shardc.machine.launch_order import in_launch_order, ordered_devices
-from shardc.machine.mesh import AnyMesh
 from shardc.sbp.layout import (
     bits_of,
     is_plain,
     physical_spec,
     plain_placement,
     to_logical,
-    to_physical,
     to_physical_traced,
 )
 from shardc.sbp.placement import Placement
@@ -336,43 +333,9 @@ def handed_over(x: Any, mesh: Mesh) -> Any:
     return np.array(x, jax.dtypes.canonicalize_dtype(x.dtype)) if copy else narrow(x)
 
 
-def put_leaf(x: Any, mesh: Mesh, placement: Placement) -> jax.Array | PlacedArray:
-    """Put one array at `placement`: a jax.Array if JAX can express that, else a PlacedArray."""
-    sizes = dict(mesh.shape)
-    shape = tuple(np.shape(x))
-    placement = placement.resolve(len(shape))
-    plain, sharding = is_plain(shape, placement, sizes), NamedSharding(mesh, physical_spec(placement))
-    if lies_here(x) is False:
-        physical = _moved(x, placement, sharding)
-    elif plain:
-        physical = put_whole(as_jax(x), sharding)
-    else:
-        keys = is_extended(x.dtype) if hasattr(x, "dtype") else False
-        host = to_physical(narrow(np.asarray(jax.random.key_data(x) if keys else x)), placement, sizes)
-        physical = put_whole(host, sharding)
-        physical = jax.random.wrap_key_data(physical, impl=jax.random.key_impl(x)) if keys else physical
-    return physical if plain else PlacedArray(physical, shape, placement, mesh)
-
-
-def put_whole(x: Any, sharding: NamedSharding) -> jax.Array:
-    """Put an array at a sharding. If its devices are of several processes, each of which has the whole value, each
-    takes its pieces; `jax.device_put` would compare the values by a broadcast first."""
-    if sharding.is_fully_addressable:
-        return jax.device_put(handed_over(x, cast(Mesh, sharding.mesh)), sharding)
-    if lies_here(x) is False:
-        return _moved(x, Placement(), sharding)
-    aval = compat.aval_of(x)
-    if is_extended(aval.dtype):
-        words = put_whole(np.asarray(jax.random.key_data(x)), sharding)
-        return jax.random.wrap_key_data(words, impl=jax.random.key_impl(x))
-    host = np.asarray(x, aval.dtype)
-    made = jax.make_array_from_callback(host.shape, sharding, lambda index: np.array(host[index]))  # no alias of `x`
-    return _weakly(sharding)(made) if aval.weak_type else made
-
-
 @lru_cache(maxsize=256)
-def _weakly(sharding: NamedSharding) -> Any:
-    """A program that makes an array weakly typed."""
+def weakly(sharding: Any) -> Any:
+    """A program that makes an array at a sharding weakly typed."""
     return jax.jit(lambda x: compat.as_aval(x, compat.shaped_array(x.shape, x.dtype, True)), out_shardings=sharding)
 
 
@@ -400,7 +363,7 @@ def lies_here(x: Any) -> bool | None:
     return x.is_fully_addressable if isinstance(x, jax.Array) else None
 
 
-def _moved(x: jax.Array, placement: Placement, sharding: NamedSharding) -> jax.Array:
+def moved(x: jax.Array, placement: Placement, sharding: NamedSharding) -> jax.Array:
     """The physical array of an array that several processes hold, moved to another placement by a program of all."""
     old = (x.placement, x.mesh) if isinstance(x, PlacedArray) else None
     with compat.at_once(), jax.debug_nans(False), jax.debug_infs(False):  # a copy computes nothing
@@ -441,45 +404,6 @@ def _mover(shape: tuple[int, ...], old: tuple[Placement, Mesh] | None, new: Plac
         return made if made.dtype == x.dtype else jax.lax.optimization_barrier(at(made, sharding)).astype(x.dtype)
 
     return jax.jit(move, out_shardings=sharding)
-
-
-def put(tree: Any, mesh: AnyMesh, placements: Any) -> Any:
-    """Put the arrays of a pytree on a mesh.
-
-    Args:
-      tree: pytree of arrays; leaves that are no arrays are left as they are.
-      mesh: a mesh with devices.
-      placements: a pytree of placements of the same structure, or a prefix of it; as `plan.in_placements` gives them.
-
-    Returns:
-      The tree with jax.Arrays; where a placement is an uneven split or a partial sum, PlacedArrays.
-
-    Raises:
-      ArgumentError: the mesh has no devices, or the two trees do not match.
-    """
-    if isinstance(mesh, AbstractMesh):
-        raise ArgumentError("shardc.put needs a mesh with devices; this one only plans (it names a topology).")
-    leaves, structure = jax.tree.flatten(tree)
-    if isinstance(tree, tuple) and type(placements) is not type(tree) and isinstance(placements, tuple):
-        placements = tuple(placements)  # a plan's in_placements are a named tuple
-
-    def is_leaf(p: object) -> bool:
-        return p is None or isinstance(p, Placement)
-
-    def put_part(placement: Placement | None, part: Any) -> list[Any]:
-        found = jax.tree.leaves(part)
-        return found if placement is None else [put_leaf(x, mesh, placement) for x in found]
-
-    wanted, other = jax.tree.flatten(placements, is_leaf=is_leaf)
-    try:
-        parts = other.flatten_up_to(tree)
-    except ValueError as error:
-        raise ArgumentError(
-            f"shardc.put: {len(leaves)} arrays of structure {structure} do not match {len(wanted)} placements of "
-            f"structure {other}."
-        ) from error
-    done = [x for p, part in zip(wanted, parts, strict=True) for x in put_part(p, part)]
-    return jax.tree.unflatten(structure, done)
 
 
 def leaf_aval(x: Any) -> Any:

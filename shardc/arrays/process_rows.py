@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
+from shardc.arrays.place import Pieces, Place
 from shardc.errors import ArgumentError
-from shardc.sbp.layout import physical_shape, physical_spec
-from shardc.sbp.placement import Placement, extents, local_shape
+from shardc.sbp.placement import Placement, extents
+from shardc.sbp.way import Index
 
 
 @dataclass(frozen=True)
@@ -60,41 +60,20 @@ class ProcessRows:
             found.append(slice(rows[0][0], rows[-1][1]) if rows else slice(0, 0))
         return tuple(found)
 
-    def padded(self, part: np.ndarray[Any, Any], whole: Sequence[int]) -> np.ndarray[Any, Any]:
-        """A part with each piece padded to the size that devices hold, in memory of its own."""
-        local = local_shape(whole, self.placement, dict(self.mesh.shape))
-        for d, size in enumerate(whole):
-            taken, at = [], 0
-            for _, n in self.rows(d, size):
-                widths = [(0, local[d] - n) if k == d else (0, 0) for k in range(part.ndim)]
-                piece = part[(*[slice(None)] * d, slice(at, at + n))]
-                taken.append(np.pad(piece, widths) if local[d] > n else piece)
-                at += n
-            part = np.concatenate(taken, d) if len(taken) > 1 else taken[0]
-        return np.array(part, order="C")
+    def cut(self, part: np.ndarray[Any, Any], place: Place) -> Pieces:
+        """The boxes that this process needs at a place, cut out of its part, in memory of their own."""
+        starts = [self._starts(d, size) for d, size in enumerate(place.shape)]
+        found: dict[Index, np.ndarray[Any, Any]] = {}
+        for box in place.needs():
+            at = [(of[a], of[a] + b - a) for of, (a, b) in zip(starts, box, strict=True)]
+            found[box] = np.array(part[tuple(slice(*pair) for pair in at)])
+        return found
 
-    def put(self, part: np.ndarray[Any, Any], whole: Sequence[int]) -> jax.Array:
-        """The physical array of an array of shape `whole`, of which this process has `part`.
-
-        Further dimensions of `part`, such as the words of keys, are split by nothing.
-        """
-        sizes, more = dict(self.mesh.shape), part.shape[len(whole) :]
-        local, held = local_shape(whole, self.placement, sizes), self.padded(part, whole)
-        lead = bool(self.placement.partial_axes)
-
-        def piece(index: tuple[slice, ...] | None) -> np.ndarray[Any, Any]:
-            assert index is not None
-            first = not lead or not index[0].start
-            index = index[lead:]
-            at: list[slice] = []
-            for d, n in enumerate(local):
-                k = self.pieces[d].index((index[d].start or 0) // n) if n else 0
-                at.append(slice(k * n, (k + 1) * n))
-            found = held[tuple(at)] if first else np.zeros((*local, *more), held.dtype)
-            return found[None] if lead else found
-
-        shape = (*physical_shape(whole, self.placement, sizes), *more)
-        return jax.make_array_from_callback(shape, NamedSharding(self.mesh, physical_spec(self.placement)), piece)
+    def _starts(self, dim: int, size: int) -> dict[int, int]:
+        """Where each piece begins in the part, by where it begins in the whole."""
+        rows = self.rows(dim, size)
+        counts = itertools.accumulate((n for _, n in rows), initial=0)
+        return dict(zip((at for at, _ in rows), counts, strict=False))
 
 
 @lru_cache(maxsize=4096)

@@ -12,11 +12,12 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from shardc.arrays.placed import PlacedArray, narrow, put_leaf
+from shardc import compat
+from shardc.arrays.place import Place, put_leaf
+from shardc.arrays.placed import narrow
 from shardc.arrays.process_rows import ProcessRows, process_rows, whole_shape
 from shardc.errors import ArgumentError, DisagreementError, all_offenders
 from shardc.execute.process_group import ProcessGroup, given_whole, value_text
-from shardc.sbp.layout import is_plain
 from shardc.sbp.placement import Placement
 from shardc.sbp.signature import is_extended
 
@@ -57,12 +58,9 @@ class GivenRows:
         """The array of which this is a part."""
         if not shape:
             return put_leaf(self.value, mesh, self.placement)
-        physical = part.put(self.words, shape)
-        if self.is_key:
-            physical = jax.random.wrap_key_data(physical, impl=jax.random.key_impl(self.value))
-        if is_plain(shape, part.placement, dict(mesh.shape)):
-            return physical
-        return PlacedArray(physical, shape, part.placement, mesh)
+        dtype = self.value.dtype if self.is_key else self.words.dtype
+        place = Place(compat.shaped_array(shape, dtype), mesh, part.placement)
+        return place.made_of(part.cut(self.words, place))
 
 
 def put_rows(parts: Sequence[GivenRows], mesh: Mesh, group: ProcessGroup) -> list[jax.Array]:

@@ -12,8 +12,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from shardc import compat
 from shardc.arrays.fetch import values
 from shardc.arrays.gone import refuse_gone
+from shardc.arrays.place import put_leaf
 from shardc.arrays.placed import is_placed
-from shardc.arrays.placed import put as put_tree
 from shardc.arrays.process_rows import process_rows
 from shardc.arrays.remote_array import put_remote
 from shardc.calls.given_rows import GivenRows, put_rows
@@ -67,15 +67,17 @@ def put(tree: Any, mesh: AnyMesh, placements: Any, *, here: bool = False) -> Any
     paths, leaves = [path_text(path) for path, _ in pairs], [x for _, x in pairs]
     refuse_gone("shardc.put: arrays that are gone", zip(paths, leaves, strict=True))
     placed = _placements(placements, structure, paths, list(map(leaf_of, paths, paths, leaves)), mesh)
-    if isinstance(mesh, Mesh) and is_remote(mesh.devices.flat):
+    if isinstance(mesh, AbstractMesh):
+        raise ArgumentError("shardc.put needs a mesh with devices; this one only plans (it names a topology).")
+    if is_remote(mesh.devices.flat):
         return jax.tree.unflatten(structure, [put_remote(x, mesh, p) for x, p in zip(leaves, placed, strict=True)])
-    group = group_of_mesh(mesh) if isinstance(mesh, Mesh) else None
-    if group is None or not isinstance(mesh, Mesh):
-        return put_tree(tree, mesh, jax.tree.unflatten(structure, placed))
+    group = group_of_mesh(mesh)
     chosen = [i for i, p in enumerate(placed) if p is not None and is_array(leaves[i])]
-    if not here:
+    if group is not None and not here:
         group.compare("shardc.put", value_facts([paths[i] for i in chosen], [leaves[i] for i in chosen]))
-        return put_tree(tree, mesh, jax.tree.unflatten(structure, placed))
+    if group is None or not here:
+        pairs = zip(leaves, placed, strict=True)
+        return jax.tree.unflatten(structure, [x if p is None else put_leaf(x, mesh, p) for x, p in pairs])
     parts = [GivenRows(paths[i], leaves[i], p) for i in chosen if (p := placed[i]) is not None]
     made = put_rows(parts, mesh, group)
     whole = dict(zip(chosen, made, strict=True))

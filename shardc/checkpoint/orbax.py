@@ -17,9 +17,9 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from shardc.arrays.pieces import Index
 from shardc.checkpoint.manifest import DamagedError
 from shardc.errors import CheckpointError
+from shardc.sbp.way import Index
 
 _log: Final = logging.getLogger("shardc")
 

@@ -10,13 +10,14 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from shardc.arrays.pieces import Index
+from shardc.arrays.place import Pieces, Place
 from shardc.checkpoint import orbax
 from shardc.checkpoint.leaves import decode, described, named_leaves, stored_dtype
 from shardc.checkpoint.manifest import DamagedError, StoredLeaf
 from shardc.checkpoint.steps import READERS, Checkpoint, StoredRows
-from shardc.checkpoint.targets import Pieces, Place, target_of, zeros
+from shardc.checkpoint.targets import target_of
 from shardc.errors import CheckpointError, all_offenders, did_you_mean
+from shardc.sbp.way import Index
 
 
 def check_fits(checkpoint: Checkpoint, tree: Any) -> None:
@@ -74,23 +75,21 @@ def restore(checkpoint: Checkpoint, tree: Any) -> Any:
     targets = [target_of(x, saved[path]) for path, x in pairs]
 
     def pieces(at: int) -> dict[Index, NDArray[Any]]:
-        path, x = pairs[at]
-        return {i: _piece(checkpoint, saved[path], i, x) for i in targets[at].needs()}
+        leaf = saved[pairs[at][0]]
+        return {box: _piece(checkpoint, leaf, box) for box in targets[at].needs()}
 
     try:
         # NumPy only in these threads: JAX's settings, such as x64, may be set for the calling one alone.
         with ThreadPoolExecutor(READERS, "shardc checkpoint reader") as pool:
             read: Sequence[Callable[[], Pieces]] = [pool.submit(pieces, i).result for i in range(len(targets))]
-            leaves = [target.make(result()) for target, result in zip(targets, read, strict=True)]
+            leaves = [target.made_of(result()) for target, result in zip(targets, read, strict=True)]
     finally:
         orbax.forget()
     return jax.tree.unflatten(jax.tree.structure(tree), leaves)
 
 
-def _piece(checkpoint: Checkpoint, leaf: StoredLeaf, index: Index, like: Any) -> NDArray[Any]:
-    """A piece of a logical array, put together from the stored arrays that hold its rows."""
-    if any(start == stop for start, stop in index):
-        return zeros(index, like.dtype if leaf.dtype.startswith("key<") else np.dtype(leaf.dtype))
+def _piece(checkpoint: Checkpoint, leaf: StoredLeaf, index: Index) -> NDArray[Any]:
+    """A box of a logical array, put together from the stored arrays that hold its rows."""
     if not index:
         (part,) = checkpoint.parts[leaf.path]
         return decode(_stored(checkpoint, leaf, part, ()), leaf.dtype)

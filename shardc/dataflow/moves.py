@@ -16,7 +16,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardc.arrays.frozen import read_only
-from shardc.arrays.placed import as_jax, is_placed, put_leaf
+from shardc.arrays.place import put_leaf
+from shardc.arrays.placed import as_jax, is_placed
 from shardc.dataflow.network import Edge, HandedLeaf
 from shardc.dataflow.work import LeafPlace
 from shardc.sbp.signature import is_extended

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from shardc import compat
+from shardc.arrays.place import Place
 from shardc.dataflow.chart import FlowChart, unknown_text
 from shardc.dataflow.explain import average_text, flow_sections, how_text, how_to_tell, made_text, meshes_of
 from shardc.dataflow.plan import PlannedFlow, functions_of
@@ -15,7 +15,6 @@ from shardc.report.page.modules import PlacedRows
 from shardc.report.page.page import UNLAUNCHED, Figure, Page, moves_data, programs_of
 from shardc.report.page.places import ArrayAt, arrays_data, mesh_data
 from shardc.report.tables import bytes_text, percent_text
-from shardc.sbp.placement import is_even
 
 
 def flow_page(plan: PlannedFlow, chart: FlowChart) -> Page:
@@ -76,8 +75,7 @@ def _places(plan: PlannedFlow) -> dict[str, Any]:
         for move in edge.moves:
             (_, there), aval = edge.places(move), edge.giver.results[move.output]
             if there.mesh is not None and there.placement is not None:
-                kind, mesh = compat.short_text(aval.shape, aval.dtype), meshes.setdefault(there.mesh, len(meshes))
-                padded = not is_even(aval.shape, there.placement, view(there.mesh).sizes)
-                found.append(ArrayAt(name, kind, aval.shape, there.placement, mesh, why, there.bytes(aval), padded))
+                place, mesh = Place(aval, there.mesh, there.placement), meshes.setdefault(there.mesh, len(meshes))
+                found.append(ArrayAt(name, place, mesh, why, there.bytes(aval)))
     drawn = [mesh_data(str(texts[mesh]), view(mesh)) for mesh in meshes]
     return {"meshes": drawn, "arrays": [arrays_data("Handed over to meshes", found)]} if found else {}

@@ -16,7 +16,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from shardc import compat
 from shardc.arrays.fetch import values
 from shardc.arrays.gone import refuse_gone
-from shardc.arrays.placed import PlacedArray, handed_over, is_placed, put_leaf, put_whole
+from shardc.arrays.place import Place, places, put_whole
+from shardc.arrays.placed import handed_over, is_placed
 from shardc.errors import ArgumentError, MeshError, StepFailedError, all_offenders
 from shardc.execute.agreement import Agreement
 from shardc.execute.at_work import line_if_long
@@ -34,8 +35,8 @@ from shardc.passes.lower.lower import Lowering
 from shardc.passes.trace.trace import settings
 from shardc.plan.digest import digest_of
 from shardc.plan.plan import PlacedProgram
-from shardc.sbp.layout import bits_of, is_plain, physical_shape, physical_spec, to_logical
-from shardc.sbp.placement import Placement, local_shape
+from shardc.sbp.layout import bits_of, physical_spec
+from shardc.sbp.placement import local_shape
 from shardc.sbp.signature import is_extended
 
 
@@ -104,14 +105,11 @@ class Executable:
             raise MeshError(f"{plan.program.name}: its mesh ({plan.mesh}) {other_runtimes_text(mesh)}")
         self.plan, self.mesh = plan, mesh
         self._sizes = plan.mesh.sizes
-        shapes_in = [tuple(a.shape) for a in plan.program.in_avals]
-        shapes_out = [tuple(a.shape) for a in plan.program.out_avals]
-        self._plain_in = [is_plain(s, p, self._sizes) for s, p in zip(shapes_in, plan.inputs, strict=True)]
-        self._plain_out = [is_plain(s, p, self._sizes) for s, p in zip(shapes_out, plan.outputs, strict=True)]
-        self._shapes_in, self._shapes_out = shapes_in, shapes_out
+        self._inputs = places(plan.program.in_avals, mesh, plan.inputs)
+        self._outputs = places(plan.program.out_avals, mesh, plan.outputs)
         self._empty_out = [i for i, a in enumerate(plan.program.out_avals) if 0 in a.shape and plan.outputs[i].items_]
-        self.in_shardings = _shardings(mesh, plan.inputs, plan.host_inputs)
-        self._out_shardings = _shardings(mesh, plan.outputs, plan.host_outputs)
+        self.in_shardings = _shardings(self._inputs, plan.host_inputs)
+        self._out_shardings = _shardings(self._outputs, plan.host_outputs)
         # JAX gives each result the first donated buffer of its shape, and copies a result that gets another one's. So
         # the donated inputs and their results come first in the jitted function, in the same order.
         taken = plan.donations
@@ -135,8 +133,8 @@ class Executable:
             out_shardings=[*(self._out_shardings[i] for i in self._out_order), *[whole] * self._has_token],
         )
         self._jitted, self._keeping = jit(donate_argnums=tuple(range(len(taken)))), jit()
-        self._all_plain = all(self._plain_out)
-        first = len(shapes_in) - len(plan.program.captured)
+        self._all_plain = all(p.is_plain for p in self._outputs)
+        first = len(self._inputs) - len(plan.program.captured)
         captured = [self.enter(i, x) for i, x in enumerate(plan.program.captured, first)]
         self._captured = [put_whole(x, s) for x, s in zip(captured, self.in_shardings[first:], strict=True)]
 
@@ -192,22 +190,21 @@ class Executable:
 
     def is_plain_input(self, i: int) -> bool:
         """Whether JAX can express the placement of input `i`."""
-        return self._plain_in[i]
+        return self._inputs[i].is_plain
 
     def enter(self, i: int, x: Any) -> Any:
         """The physical array of argument `i`."""
+        place = self._inputs[i]
         if is_placed(x):
-            if not self.lives_as_planned(i, x) or x.shape != self._shapes_in[i]:
+            if not self.lives_as_planned(i, x) or x.shape != place.shape:
                 raise OtherCallError(f"{x!r} does not fit the plan.")
             return self._to_memory(i, x.physical)
-        if self._plain_in[i]:
+        if place.is_plain:
             return self._to_memory(i, x)
-        if tuple(np.shape(x)) != tuple(self.plan.program.in_avals[i].shape):
+        if np.shape(x) != place.shape:
             raise TypeError("not the call that was compiled")  # the caller then makes the call without the cache
         self._refuse_gone("arguments that are gone", {i: x})
-        placed = put_leaf(x, self.mesh, self.plan.inputs[i])
-        assert is_placed(placed)
-        return self._to_memory(i, placed.physical)
+        return self._to_memory(i, place.enter(x))
 
     def _to_memory(self, i: int, x: Any) -> Any:
         """The array in the memory, of the device or of its host, where the plan has argument `i`."""
@@ -221,7 +218,7 @@ class Executable:
         """Whether array `i` has the plan's placement, or none yet."""
         if is_placed(x):
             return x.placement == self.plan.inputs[i] and x.mesh == self.mesh
-        if not self._plain_in[i] or not getattr(x, "committed", False):
+        if not self._inputs[i].is_plain or not getattr(x, "committed", False):
             return True  # the call puts it there
         wanted = self.in_shardings[i]
         return x.sharding.with_memory_kind(wanted.memory_kind).is_equivalent_to(wanted, x.ndim)
@@ -282,10 +279,7 @@ class Executable:
             found = [self._cut_empty(i, x) if i in self._empty_out else x for i, x in enumerate(found)]
         if self._all_plain:
             return found
-        return [
-            x if plain else PlacedArray(x, shape, p, self.mesh)
-            for x, plain, shape, p in zip(found, self._plain_out, self._shapes_out, self.plan.outputs, strict=True)
-        ]
+        return [place.leave(x) for x, place in zip(found, self._outputs, strict=True)]
 
     def _refuse_gone(self, what: str, args: Mapping[int, Any]) -> None:
         """Raise GoneError if arguments, by number, were donated to an earlier call."""
@@ -379,7 +373,7 @@ class Executable:
             if not text:
                 return found
             given = sorted(zip(self._in_order, values(list(args)), strict=True), key=lambda pair: pair[0])
-            named = name_first(self.plan, [self._logical(i, x) for i, x in given], *_looked_for())
+            named = name_first(self.plan, [self._inputs[i].value(x) for i, x in given], *_looked_for())
         raise FloatingPointError(named or text)
 
     def _run_and_look(self, args: Sequence[Any]) -> tuple[list[Any], str]:
@@ -401,14 +395,6 @@ class Executable:
         kind = next((each["kind"] for each in said if each["kind"]), "")
         return found, f"invalid value ({kind}) encountered in {self.plan.program.name}" if kind else ""
 
-    def _logical(self, i: int, x: Any) -> Any:
-        """The logical value of physical argument `i`, on the host."""
-        shape, placement = tuple(self.plan.program.in_avals[i].shape), self.plan.inputs[i]
-        if not is_extended(x.dtype):
-            return to_logical(np.asarray(x), shape, placement, self._sizes)
-        words = np.asarray(jax.random.key_data(x))[tuple(slice(n) for n in shape)]
-        return jax.random.wrap_key_data(jax.numpy.asarray(words), impl=jax.random.key_impl(x))
-
     def _cut_empty(self, i: int, x: jax.Array) -> jax.Array:
         """An empty split result. A jitted function returns it with all rows on each device, which cannot be read."""
         if is_extended(x.dtype):
@@ -418,14 +404,9 @@ class Executable:
             return put_whole(zeros, self._out_shardings[i])
 
     def _physical_avals(self) -> list[jax.ShapeDtypeStruct]:
-        plan = self.plan
         return [
-            jax.ShapeDtypeStruct(
-                physical_shape(a.shape, p, self._sizes), a.dtype, sharding=s, weak_type=a.weak_type and plain
-            )
-            for a, p, s, plain in zip(
-                plan.program.in_avals, plan.inputs, self.in_shardings, self._plain_in, strict=True
-            )
+            jax.ShapeDtypeStruct(p.physical_shape, p.dtype, sharding=s, weak_type=p.aval.weak_type and p.is_plain)
+            for p, s in zip(self._inputs, self.in_shardings, strict=True)
         ]
 
     @cached_property
@@ -467,10 +448,9 @@ def _memory_kind(x: Any) -> str | None:
     return (x.physical if is_placed(x) else x).sharding.memory_kind
 
 
-def _shardings(mesh: Mesh, placements: Sequence[Placement], on_host: Collection[int]) -> list[NamedSharding]:
-    specs = map(physical_spec, placements)
-    host = {True: MEMORY_KIND, False: None}
-    return [NamedSharding(mesh, spec, memory_kind=host[i in on_host]) for i, spec in enumerate(specs)]
+def _shardings(places: Sequence[Place], on_host: Collection[int]) -> list[NamedSharding]:
+    found = [p.sharding for p in places]
+    return [s.with_memory_kind(MEMORY_KIND) if i in on_host else s for i, s in enumerate(found)]
 
 
 def _first(chosen: Iterable[int], count: int) -> list[int]:

@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from jax.sharding import AbstractMesh
+
+from shardc.arrays.place import Place
 from shardc.ir.program import Program
 from shardc.machine.mesh import MeshView
 from shardc.passes.estimate.backend import backend_of
@@ -39,8 +42,14 @@ class Border:
     on_host: bool = False
 
     @property
+    def place(self) -> Place:
+        """The place on the mesh, as on one without devices."""
+        axes = self.mesh.axes
+        return Place(self.aval, AbstractMesh(tuple(n for _, n in axes), tuple(a for a, _ in axes)), self.placement)
+
+    @property
     def bytes(self) -> int:
-        """Bytes on each device."""
+        """Bytes that each device allocates."""
         return piece_bytes(self.aval, self.placement, self.mesh.sizes, backend_of(self.mesh.topology.backend))
 
     @property

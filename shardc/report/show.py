@@ -10,15 +10,15 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
 from shardc import compat
+from shardc.arrays.place import Place, place_of
 from shardc.arrays.placed import PlacedArray, StackedArray, leaf_aval
 from shardc.errors import ArgumentError, all_offenders, did_you_mean
 from shardc.machine.mesh import AnyMesh
 from shardc.passes.trace.trace import is_array, leaves_by_path, path_text
 from shardc.pipeline.plan import PlanView
-from shardc.plan.borders import Border
 from shardc.plan.saved_plan import SavedLeaf, SavedPlan
 from shardc.report.tables import (
     MOST,
@@ -32,7 +32,7 @@ from shardc.report.tables import (
     placement_text,
     times_text,
 )
-from shardc.sbp.placement import Placement, local_extent, local_shape
+from shardc.sbp.placement import local_extent
 from shardc.sbp.signature import is_extended
 
 
@@ -81,7 +81,7 @@ def planned_sections(plan: PlanView, path: str | None = None) -> list[Section]:
       ArgumentError: no array has this path.
     """
     borders = {"Arguments": plan.in_borders, "Results": [b for b in plan.out_borders if not b.reuses]}
-    arrays = {what: [(b.path or "result", b.aval, [_planned(b)]) for b in found] for what, found in borders.items()}
+    arrays = {what: [(b.path or "result", b.aval, [LocatedArray(b.place)]) for b in bs] for what, bs in borders.items()}
     if path is None:
         tables = {what: _tree(leaves) for what, leaves in arrays.items() if leaves}
         return [replace(table, title=f"{what}: {table.title}") for what, table in tables.items()]
@@ -105,66 +105,52 @@ def _saved(what: str, leaves: Mapping[str, SavedLeaf]) -> Section:
     return Section(f"{what}: {number_text(len(leaves), 'array')}", ("path", "type", "placement"), cells)
 
 
-def _planned(b: Border) -> LocatedArray:
-    mesh = AbstractMesh(tuple(n for _, n in b.mesh.axes), tuple(a for a, _ in b.mesh.axes))
-    return LocatedArray(tuple(b.aval.shape), b.aval.dtype, b.placement, mesh, None)
-
-
 @dataclass(frozen=True)
 class LocatedArray:
-    """An array on a mesh; or, of a stacked array, the rows on one stage, from row `first` on."""
+    """An array at its place on a mesh; or, of a stacked array, the rows on one stage, from row `first` on."""
 
-    shape: tuple[int, ...]
-    dtype: Any
-    placement: Placement
-    mesh: AnyMesh
-    physical: Any
+    place: Place
+    physical: Any = None
     first: int | None = None
 
     @property
-    def sizes(self) -> dict[str, int]:
-        return dict(self.mesh.shape)
-
-    @property
-    def block(self) -> tuple[int, ...]:
-        """Shape of a device's piece, padding included."""
-        return local_shape(self.shape, self.placement, self.sizes)
-
-    @property
-    def bytes(self) -> int:
-        return int(np.prod(self.block)) * self.dtype.itemsize
+    def mesh(self) -> AnyMesh:
+        assert self.place.mesh is not None
+        return self.place.mesh
 
     def extents(self, at: Mapping[str, int]) -> list[tuple[int, int]]:
         """Offset and number of a device's elements in each dimension."""
-        return [local_extent(n, self.placement.axes_of(d), self.sizes, at) for d, n in enumerate(self.shape)]
+        place = self.place
+        return [local_extent(n, place.at.axes_of(d), place.sizes, at) for d, n in enumerate(place.shape)]
 
     def holds(self, at: Mapping[str, int]) -> str:
         """`[4:8, :]`."""
         extents = self.extents(at)
         if any(valid == 0 for _, valid in extents):
-            return "nothing" if 0 not in self.shape else "an empty array"
-        pairs = zip(extents, self.shape, strict=True)
+            return "nothing" if 0 not in self.place.shape else "an empty array"
+        pairs = zip(extents, self.place.shape, strict=True)
         ends = [":" if valid == n else f"{start}:{start + valid}" for (start, valid), n in pairs]
         if self.first is not None:
             start, valid = extents[0]
             ends[0] = f"{self.first + start}:{self.first + start + valid}"
         text = f"[{', '.join(ends)}]" if ends else "the whole value"
-        return f"a term of {text}" if self.placement.partial_axes else text
+        return f"a term of {text}" if self.place.at.partial_axes else text
 
     def padding(self, at: Mapping[str, int]) -> str:
-        missing = [(d, n - valid) for d, (n, (_, valid)) in enumerate(zip(self.block, self.extents(at), strict=True))]
+        pieces = zip(self.place.block, self.extents(at), strict=True)
+        missing = [(d, n - valid) for d, (n, (_, valid)) in enumerate(pieces)]
         return ", ".join(f"{n} in dimension {d}" for d, n in missing if n)
 
     def coordinates(self) -> Iterator[dict[str, int]]:
         """The coordinates of each piece: 0 on the axes along which all devices hold the same piece."""
-        named = [a for a in self.mesh.axis_names if a in self.placement]
-        for index in np.ndindex(*(self.sizes[a] for a in named)):
-            yield dict.fromkeys(self.sizes, 0) | dict(zip(named, map(int, index), strict=True))
+        named = [a for a in self.mesh.axis_names if a in self.place.at]
+        for index in np.ndindex(*(self.place.sizes[a] for a in named)):
+            yield dict.fromkeys(self.place.sizes, 0) | dict(zip(named, map(int, index), strict=True))
 
     def devices(self, at: Mapping[str, int]) -> str:
         """The numbers of the devices that hold the piece at these coordinates."""
         assert isinstance(self.mesh, Mesh)
-        index = tuple(at[a] if a in self.placement else slice(None) for a in self.mesh.axis_names)
+        index = tuple(at[a] if a in self.place.at else slice(None) for a in self.mesh.axis_names)
         return numbers_text(d.id for d in np.asarray(self.mesh.devices[index]).flat)
 
 
@@ -172,18 +158,15 @@ def _on_mesh(x: Any) -> list[LocatedArray] | str:
     """The array on its mesh, a stacked one in several parts; or the reason why it is on no mesh."""
     if isinstance(x, StackedArray):
         firsts = np.cumsum([0, *(p.shape[0] for p in x.pieces)])
-        return [
-            LocatedArray(p.shape, p.dtype, p.placement, p.mesh, p.physical, int(first))
-            for p, first in zip(x.pieces, firsts[:-1], strict=True)
-        ]
+        pairs = zip(x.pieces, firsts[:-1], strict=True)
+        return [LocatedArray(place_of(p), p.physical, int(first)) for p, first in pairs]
     if isinstance(x, PlacedArray):
-        return [LocatedArray(x.shape, x.dtype, x.placement, x.mesh, x.physical)]
+        return [LocatedArray(place_of(x), x.physical)]
     if isinstance(x, compat.Tracer):
         return "is being traced and is on no device yet; plan.explain() shows the placements of a function's values"
     sharding = getattr(x, "sharding", None)
-    if isinstance(sharding, NamedSharding):
-        mesh: AnyMesh = sharding.mesh
-        return [LocatedArray(tuple(x.shape), x.dtype, Placement.from_sharding(sharding).resolve(len(x.shape)), mesh, x)]
+    if isinstance(sharding, NamedSharding) and not sharding.mesh.empty:
+        return [LocatedArray(place_of(x), x)]
     if isinstance(sharding, SingleDeviceSharding):
         return f"is not on a mesh: whole on device {next(iter(sharding.device_set)).id}"
     if sharding is not None:
@@ -203,10 +186,10 @@ def _type_text(x: Any) -> str:
 
 def _head(part: LocatedArray) -> str:
     """`f32[13,6] at {data: S(0)} on data=4: a device holds [4,6], 96 bytes`."""
-    block = ",".join(map(str, part.block))
+    place = part.place
     return (
-        f"{compat.short_text(part.shape, part.dtype)} at {placement_text(part.placement)} on {mesh_text(part.mesh)}: "
-        f"a device holds [{block}], {bytes_text(part.bytes)}"
+        f"{compat.short_text(place.shape, place.dtype)} at {placement_text(place.at)} on {mesh_text(part.mesh)}: "
+        f"a device holds [{','.join(map(str, place.block))}], {bytes_text(place.bytes)}"
     )
 
 
@@ -226,7 +209,7 @@ def _pieces(part: LocatedArray) -> Section:
     columns = (*part.mesh.axis_names, *["devices"] * placed, "holds", *["padding"] * padded)
     rows = [
         (
-            *(str(at[a]) if a in part.placement else "*" for a in part.mesh.axis_names),
+            *(str(at[a]) if a in part.place.at else "*" for a in part.mesh.axis_names),
             *([part.devices(at)] if placed else []),
             part.holds(at),
             *([part.padding(at)] if padded else []),
@@ -239,9 +222,9 @@ def _pieces(part: LocatedArray) -> Section:
         more[len(part.mesh.axis_names) + placed] = f"… {left_out + 1} more"
         rows = [*rows[:MOST], tuple(more), *rows[1 - MOST :]]
     title = _head(part)
-    if part.placement.partial_axes:
-        over = ", ".join(part.placement.partial_axes)
-        title += f"\nIt is partial: the value is the {part.placement.partial_op} of what the devices along {over} hold."
+    if part.place.at.partial_axes:
+        over = ", ".join(part.place.at.partial_axes)
+        title += f"\nIt is partial: the value is the {part.place.at.partial_op} of what the devices along {over} hold."
     return Section(title, columns, rows)
 
 
@@ -253,7 +236,7 @@ def _tree(leaves: Sequence[tuple[str, Any, list[LocatedArray] | str]]) -> Sectio
     for part in placed:
         if isinstance(part.mesh, Mesh):
             devices[part.mesh] = numbers_text(d.id for d in part.mesh.devices.flat)
-            held.update(dict.fromkeys(part.mesh.devices.flat, part.bytes))
+            held.update(dict.fromkeys(part.mesh.devices.flat, part.place.bytes))
     several = len(set(devices.values())) > 1
     rows: list[tuple[tuple[str, ...], str, None]] = []
     for path, x, parts in leaves:
@@ -261,16 +244,16 @@ def _tree(leaves: Sequence[tuple[str, Any, list[LocatedArray] | str]]) -> Sectio
             rows.append(((_type_text(x), parts.removeprefix("is "), "", *[""] * several, "", ""), path, None))
             continue
         for part in parts:
-            block = ",".join(map(str, part.block))
+            block = ",".join(map(str, part.place.block))
             padded = ", padded" if any(part.padding(at) for at in part.coordinates()) else ""
-            kind = compat.short_text(part.shape, part.dtype)
-            where = path if part.first is None else f"{path}[{part.first}:{part.first + part.shape[0]}]"
+            kind = compat.short_text(part.place.shape, part.place.dtype)
+            where = path if part.first is None else f"{path}[{part.first}:{part.first + part.place.shape[0]}]"
             on = [devices.get(part.mesh, "")] if several else []
-            key = (kind, placement_text(part.placement), mesh_text(part.mesh), *on, f"[{block}]{padded}")
-            rows.append(((*key, bytes_text(part.bytes)), where, None))
+            key = (kind, placement_text(part.place.at), mesh_text(part.mesh), *on, f"[{block}]{padded}")
+            rows.append(((*key, bytes_text(part.place.bytes)), where, None))
     columns = ("path", "type", "placement", "mesh", *["devices"] * several, "a device holds", ">bytes per device")
     cells = [(times_text(fold_paths(paths), len(paths)), *map(str, key)) for key, paths, _ in fold_rows(rows)]
-    total = bytes_text(max(held.values()) if several else sum(part.bytes for part in placed))
+    total = bytes_text(max(held.values()) if several else sum(part.place.bytes for part in placed))
     of = "on the fullest device" if several else "per device"
     return Section(f"{number_text(len(leaves), 'array')}, {total} {of}", columns, cells)
 
@@ -308,7 +291,7 @@ def _piece(part: LocatedArray, at: Mapping[str, int]) -> str:
     if is_extended(data.dtype):
         return f"{line}\n{jax.random.key_data(data)}"
     value = np.asarray(data)
-    if value.ndim > len(part.shape):
+    if value.ndim > len(part.place.shape):
         value = value[0]  # the leading dimension of partial values
     return f"{line}\n{value[tuple(slice(valid) for _, valid in part.extents(at))]}"
 

@@ -23,7 +23,7 @@ import scipy
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from shardc.arrays.placed import put_whole
+from shardc.arrays.place import put_whole
 from shardc.errors import MeshError
 from shardc.execute.process_group import group_of_mesh
 from shardc.machine.mesh import view

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 
 import shardc
 from shardc import P, PlacedArray, Placement, S, StackedArray
-from shardc.arrays.placed import put_leaf
+from shardc.arrays.place import put_leaf
 from shardc.sbp.layout import physical_shape, physical_spec, plain_placement
 
 MESH = shardc.make_mesh(data=4, model=2)

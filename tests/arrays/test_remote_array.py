@@ -7,7 +7,8 @@ import pytest
 from jax.sharding import Mesh
 
 import shardc
-from shardc.arrays.placed import PlacedArray, StackedArray, leaf_aval, put_leaf
+from shardc.arrays.place import put_leaf
+from shardc.arrays.placed import PlacedArray, StackedArray, leaf_aval
 from shardc.arrays.remote_array import Arrival, RemoteArray, is_remote, is_small, put_remote
 from shardc.machine.devices import RemoteDevice
 from shardc.sbp.placement import Placement, S

@@ -20,7 +20,7 @@ from flax.training.train_state import TrainState
 
 import shardc
 from shardc import PlacedArray, Placement, S, StackedArray, make_mesh
-from shardc.arrays.placed import put_leaf
+from shardc.arrays.place import put_leaf
 from shardc.checkpoint import checkpoints as face
 from shardc.checkpoint import manifest, orbax
 from shardc.checkpoint.lock import NAME, DirectoryLock

@@ -10,7 +10,7 @@ import pytest
 
 import shardc
 from shardc import Placement, S, make_mesh
-from shardc.arrays.placed import put_leaf
+from shardc.arrays.place import put_leaf
 from tests.checkpoint.test_targets import words
 
 PARTS = 10

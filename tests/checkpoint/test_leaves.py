@@ -9,7 +9,7 @@ from flax import linen, nnx
 from jax.sharding import Mesh
 
 from shardc import PlacedArray, Placement, S, StackedArray, make_mesh
-from shardc.arrays.placed import put_leaf
+from shardc.arrays.place import put_leaf
 from shardc.arrays.remote_array import RemoteArray
 from shardc.checkpoint.leaves import (
     blocks_of,

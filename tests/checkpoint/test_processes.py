@@ -13,7 +13,7 @@ import pytest
 
 import shardc
 from shardc import Placement, S, make_mesh
-from shardc.arrays.placed import put_leaf
+from shardc.arrays.place import put_leaf
 from shardc.runtime.store import StoreServer
 from tests.checkpoint.worker import DEADLINE, Worker, value_at
 

@@ -1,5 +1,6 @@
 """A checkpoint of another program: all differences at once. Leaves of the types that are asked for."""
 
+from collections import Counter
 from dataclasses import replace
 
 import jax
@@ -7,6 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from shardc import PlacedArray, Placement, StackedArray, make_mesh
+from shardc.arrays.place import put_leaf
+from shardc.checkpoint import orbax
 from shardc.checkpoint.leaves import blocks_of, described, encode, named_leaves
 from shardc.checkpoint.manifest import DamagedError, Manifest, RowBlock
 from shardc.checkpoint.orbax import Writer
@@ -128,3 +132,33 @@ def test_a_stored_array_of_another_type_is_damage(tmp_path, other):
     changed = replace(found, parts={**found.parts, "a": (replace(a, name=b[0].name if b else "9"),)})
     with pytest.raises(DamagedError, match=r"of another type than a: float32\[3\]|cannot be read"):
         restore(changed, tree)
+
+
+def test_each_element_that_is_needed_is_read_once(tmp_path, monkeypatch):
+    """At any placement one process reads the whole value once, without padding, copies and zeros."""
+    value, mesh = np.arange(26, dtype=np.float32).reshape(13, 2), make_mesh(a=4, b=2)
+    like = {
+        text: put_leaf(value, mesh, Placement.parse(text))
+        for text in ("{}", "{a: S(0)}", "{a: S(0), b: S(1)}", "{a: P(sum), b: S(1)}", "{b: P(sum)}")
+    }
+    like |= {"sharded": jax.device_put(value, jax.NamedSharding(mesh, jax.P(None, "b"))), "host": value}
+    rows = [
+        put_leaf(r, mesh, Placement.parse("{a: S(0)}")) for r in (value[:8], value[8:])
+    ]  # of plain and of uneven ones
+    rows = [
+        r if isinstance(r, PlacedArray) else PlacedArray(r, r.shape, Placement.parse("{a: S(0)}"), mesh) for r in rows
+    ]
+    like |= {"stacked": StackedArray(rows), "none": put_leaf(value[:0], mesh, Placement.parse("{a: S(0)}"))}
+    checkpoint = saved(tmp_path, {name: np.asarray(x) for name, x in like.items()})
+    read, real = Counter(), orbax.read
+
+    def counted(folder, name, index):
+        found = real(folder, name, index)
+        read[name] += found.size
+        return found
+
+    monkeypatch.setattr(orbax, "read", counted)
+    got = restore(checkpoint, like)
+    for n, (name, x) in enumerate(named_leaves(like)):
+        assert read[str(n)] == x.size and type(got[name]) is type(x)
+        np.testing.assert_array_equal(np.asarray(got[name]), np.asarray(x))

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardc import PlacedArray, Placement, S, StackedArray, make_mesh
-from shardc.arrays.placed import put_leaf
+from shardc.arrays.place import put_leaf
 from shardc.arrays.remote_array import Arrival, RemoteArray
 from shardc.checkpoint.leaves import described
 from shardc.checkpoint.targets import Given, placed_like, target_of
@@ -26,7 +26,7 @@ def words(x):
 def made(target, value):
     """The leaf of a target, given just the pieces that it asks for."""
     value = words(value)
-    return target.make({at: np.asarray(value[tuple(slice(*pair) for pair in at)]) for at in target.needs()})
+    return target.made_of({at: np.asarray(value[tuple(slice(*pair) for pair in at)]) for at in target.needs()})
 
 
 def check_placed(value, placement, mesh):
@@ -92,7 +92,7 @@ def test_a_stack_asks_for_the_rows_of_its_pieces():
 def test_what_lives_elsewhere_is_not_read():
     x = far((2,), make_mesh(a=2))
     target = target_of(x, described("x", x))
-    assert isinstance(target, Given) and target.needs() == [] and target.make({}) is x
+    assert isinstance(target, Given) and target.needs() == [] and target.made_of({}) is x
 
 
 def test_a_small_array_that_lives_elsewhere_has_the_saved_value():

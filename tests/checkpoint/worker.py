@@ -82,7 +82,7 @@ def spmd(directory, coordinator, me):
     jax.distributed.initialize(coordinator, 2, int(me), initialization_timeout=60)
     import shardc
     from shardc import PlacedArray, Placement, S
-    from shardc.arrays.placed import put_leaf
+    from shardc.arrays.place import put_leaf
 
     w = np.arange(13 * 8, dtype=np.float32).reshape(13, 8)
     mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(4, 2), ("a", "b"))

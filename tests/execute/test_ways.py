@@ -13,8 +13,8 @@ from jax.sharding import Mesh
 
 from shardc import P, S
 from shardc.arrays import place as places
-from shardc.arrays.place import Place
-from shardc.arrays.placed import is_placed, put_leaf
+from shardc.arrays.place import Place, put_leaf
+from shardc.arrays.placed import is_placed
 from shardc.errors import ClusterError
 from shardc.execute import ways as carriers
 from shardc.execute.ways import Way, Ways, WaysCodec, moved

@@ -20,7 +20,7 @@ import pytest
 from hypothesis import settings
 from jax._src.array import ArrayImpl
 
-from shardc.arrays import placed
+from shardc.arrays import place, placed
 from shardc.arrays.fetch import values
 from shardc.machine import mesh
 from shardc.runtime import cluster
@@ -87,9 +87,7 @@ def put_nan_too() -> None:
         if not isinstance(device, jax.sharding.NamedSharding) or device.is_fully_addressable:
             return known(x, device, **more)
         return jax.tree.map(
-            lambda leaf: (
-                placed.put_whole(leaf, device) if isinstance(leaf, np.ndarray) else known(leaf, device, **more)
-            ),
+            lambda leaf: place.put_whole(leaf, device) if isinstance(leaf, np.ndarray) else known(leaf, device, **more),
             x,
         )
 

@@ -7,12 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from shardc import compat
+from shardc.arrays.place import Place
 from shardc.errors import number_text
-from shardc.ir.walk import short_aval
 from shardc.machine.mesh import MeshView
 from shardc.plan.borders import Border
 from shardc.report.tables import bytes_text, devices_text, fold_leaves, placement_text
-from shardc.sbp.placement import Placement
+from shardc.sbp.placement import is_even
 
 
 def mesh_data(name: str, mesh: MeshView) -> dict[str, Any]:
@@ -26,25 +27,21 @@ def mesh_data(name: str, mesh: MeshView) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class ArrayAt:
-    """An array on a mesh.
+    """A row of a table of arrays.
 
     Attributes:
-      path, kind: its name; its dtype and shape as text.
-      mesh: the number of the mesh in the page's list.
+      path: its name.
+      mesh: the number of its mesh in the page's list.
       why: why it is there.
-      bytes: on each device.
-      padded: whether a device's piece is padded.
+      bytes: that each device allocates.
       on_host: whether it lives in the memory of the host.
     """
 
     path: str
-    kind: str
-    shape: Sequence[int]
-    placement: Placement
+    place: Place
     mesh: int
     why: str
     bytes: int
-    padded: bool
     on_host: bool = False
 
 
@@ -52,13 +49,14 @@ def arrays_data(title: str, arrays: Sequence[ArrayAt]) -> dict[str, Any]:
     """A table of arrays, alike ones in one row. For each the axes that split each of its dimensions, outermost first,
     and those along which it is partial."""
     rows: list[dict[str, Any]] = []
-    where = [placement_text(a.placement) + ", on the host" * a.on_host for a in arrays]
-    keyed = [((a.kind, at, a.why, a.mesh), a.path, a) for a, at in zip(arrays, where, strict=True)]
+    kinds = [compat.short_text(a.place.shape, a.place.dtype) for a in arrays]
+    where = [placement_text(a.place.at) + ", on the host" * a.on_host for a in arrays]
+    keyed = [((kind, at, a.why, a.mesh), a.path, a) for kind, at, a in zip(kinds, where, arrays, strict=True)]
     for (kind, placement, why, mesh), path, found in fold_leaves(keyed):
-        first, shape = found[0], found[0].shape
-        at = first.placement.resolve(len(shape))
+        place = found[0].place
+        shape, at, padded = place.shape, place.at, not is_even(place.shape, place.at, place.sizes)
         rows.append({
-            "path": path, "type": kind, "placement": placement, "why": why, "mesh": mesh, "padded": first.padded,
+            "path": path, "type": kind, "placement": placement, "why": why, "mesh": mesh, "padded": padded,
             "bytes": bytes_text(sum(a.bytes for a in found)), "shape": list(shape), "partial": at.partial_axes,
             "op": at.partial_op or "", "cuts": [at.axes_of(d) for d in range(len(shape))],
         })  # fmt: skip
@@ -75,12 +73,9 @@ def borders_data(title: str, borders: Sequence[Border], why: Callable[[Border], 
       staged: whether they live on the meshes of stages.
     """
     own = [
-        ArrayAt(
-            b.path or "result", short_aval(b.aval), b.aval.shape, b.placement, b.stage * staged, why(b), b.bytes,
-            b.is_padded, b.on_host,
-        )
+        ArrayAt(b.path or "result", b.place, b.stage * staged, why(b), b.bytes, b.on_host)
         for b in borders
         if not b.reuses
-    ]  # fmt: skip
+    ]
     rest = f"; {len(borders) - len(own)} of them reuse the buffers and placements of donated arguments"
     return arrays_data(f"{title}: {number_text(len(borders), 'array')}{rest * (len(own) < len(borders))}", own)
