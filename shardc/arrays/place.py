@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from shardc import compat
-from shardc.arrays.placed import PlacedArray, is_placed, leaf_aval, put_leaf
+from shardc.arrays.placed import PlacedArray, StackedArray, is_placed, leaf_aval, put_leaf
 from shardc.machine.devices import process_of
 from shardc.machine.mesh import AnyMesh, MeshView, view
 from shardc.sbp.layout import is_plain, physical_shape, physical_spec, to_logical
@@ -73,7 +73,9 @@ class Place:
         """The process of each device, in the order of the mesh; of the host its process."""
         if self.on_host:
             return (self.process,)
-        assert isinstance(self.mesh, Mesh)
+        assert self.mesh is not None
+        if not isinstance(self.mesh, Mesh):  # only planned
+            return (None,) * self.mesh.size
         return tuple(process_of(d) for d in self.mesh.devices.flat)
 
     @cached_property
@@ -86,6 +88,12 @@ class Place:
         """The sharding of the physical array, on a mesh with devices."""
         assert isinstance(self.mesh, Mesh)
         return NamedSharding(self.mesh, physical_spec(self.at))
+
+    @property
+    def plain_sharding(self) -> NamedSharding | None:
+        """The sharding, where devices are known and a jax.Array can be there as it is."""
+        known = isinstance(self.mesh, Mesh) and self.placement is not None and self.is_plain
+        return self.sharding if known else None
 
     @property
     def physical_shape(self) -> tuple[int, ...]:
@@ -105,7 +113,8 @@ class Place:
 
     def enter(self, x: Any) -> jax.Array:
         """The physical array of an array, put here from wherever it is."""
-        if is_placed(x) and x.placement == self.placement and x.mesh == self.mesh and x.parts:
+        alone = is_placed(x) and x.parts and not isinstance(x, StackedArray)
+        if alone and x.placement == self.placement and x.mesh == self.mesh:
             return x.physical
         if self.is_plain and isinstance(x, jax.Array) and x.committed and not is_placed(x):
             if x.sharding == self.sharding:

@@ -6,12 +6,12 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple, TypeAlias
 
+from shardc.arrays.place import Place
 from shardc.dataflow.chart import FlowChart, least, unknown_text
 from shardc.dataflow.host import StackWork
 from shardc.dataflow.network import Edge
 from shardc.dataflow.plan import PlannedFlow, functions_of
 from shardc.dataflow.round import FlowNode
-from shardc.dataflow.work import LeafPlace
 from shardc.machine.mesh import AnyMesh
 from shardc.plan.counterfactual import Counterfactual
 from shardc.report.explain_why import stage_title, why_sections
@@ -255,7 +255,7 @@ def how_text(e: Edge, meshes: Mapping[AnyMesh, MeshText]) -> str:
     return _cell((how(e, meshes),))
 
 
-def _place_text(place: LeafPlace) -> str:
+def _place_text(place: Place) -> str:
     return str(place) if place.placement is None else placement_text(place.placement)
 
 

@@ -78,6 +78,6 @@ def _places(plan: PlannedFlow) -> dict[str, Any]:
             if there.mesh is not None and there.placement is not None:
                 kind, mesh = compat.short_text(aval.shape, aval.dtype), meshes.setdefault(there.mesh, len(meshes))
                 padded = not is_even(aval.shape, there.placement, view(there.mesh).sizes)
-                found.append(ArrayAt(name, kind, aval.shape, there.placement, mesh, why, there.bytes(aval), padded))
+                found.append(ArrayAt(name, kind, aval.shape, there.placement, mesh, why, there.bytes, padded))
     drawn = [mesh_data(str(texts[mesh]), view(mesh)) for mesh in meshes]
     return {"meshes": drawn, "arrays": [arrays_data("Handed over to meshes", found)]} if found else {}

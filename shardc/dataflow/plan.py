@@ -130,13 +130,13 @@ class PlannedFlow:
         return cost
 
     def link(self, channel: Channel) -> tuple[float, float]:
-        """Latency, and seconds that a message of a channel keeps its links busy."""
-        if not channel.bytes:
-            return 0.0, 0.0
-        rows = self.built.rows
-        meshes = [m for a in (channel.target, channel.source) for n in rows[a] for m in n.work.meshes]
-        link = view(meshes[0]).link
-        return link.latency, channel.bytes / link.bandwidth
+        """Latency, and seconds that a message of a channel keeps its links busy: those of its ways. The boxings on either
+        mesh count as latency."""
+        return self._edge_of[id(channel)].seconds
+
+    @cached_property
+    def _edge_of(self) -> dict[int, Edge]:
+        return {id(c): e for c, e in zip(self.network.channels, self.edges, strict=True)}
 
     def simulate(self, rounds: int = 8, *, seconds: Seconds | None = None) -> Timeline:
         """Some rounds under virtual time: makespan, busy and idle actors, registers in use.

@@ -51,7 +51,7 @@ class Way:
     Attributes:
       given, taken: the places.
       link: the border between them.
-      copied: whether the giver may overwrite the value before it is sent: then a copy is.
+      copied: whether the value may be overwritten where it is given: then a copy is sent.
     """
 
     given: Place
@@ -73,12 +73,19 @@ class Way:
         return given.mesh == taken.mesh and given.placement == taken.placement
 
     @cached_property
+    def is_within(self) -> bool:
+        """Whether both places are on one mesh, within which a boxing leads from one to the other."""
+        return not (self.given.on_host or self.taken.on_host) and self.given.mesh == self.taken.mesh
+
+    @cached_property
     def plan(self) -> WayPlan:
         given, taken = self.given, self.taken
         shape = (*given.shape, *given.words[0])
-        together = None if self.is_here else taken.processes
+        several = len({*given.processes, *taken.processes} - {None}) > 1
+        together = taken.processes if several and not self.is_within else None
+        link = None if self.is_within else self.link
         itemsize = int(given.words[1].itemsize)
-        return plan_way(shape, itemsize, given.at, given.view, taken.at, taken.view, self.link, together)
+        return plan_way(shape, itemsize, given.at, given.view, taken.at, taken.view, link, together)
 
     @cached_property
     def held(self) -> list[Index]:
@@ -107,12 +114,15 @@ class Way:
 
     def leave(self, x: Any) -> Any:
         """The numbers of a physical array, or of a host's value, as they leave."""
+        if self.stays:
+            return x.copy() if self.copied and hasattr(x, "copy") else x
         if self.given.on_host:
-            return x
+            return x.copy() if self.copied and isinstance(x, jax.Array) else x
         if self.taken.on_host and self.is_here:
             x = self.given.leave(x)
             x = x.copy() if self.copied else x
-            x.copy_to_host_async()
+            if self.given.mesh != self.taken.mesh:
+                x.copy_to_host_async()
             return x
         x = words(x)
         if self.plan.before.steps:
@@ -244,15 +254,12 @@ class Ways:
     def leave(self, values: Sequence[Any]) -> tuple[Any, ...]:
         """What leaves. In the thread of the giver's programs."""
         with jax.enable_x64(self._wide):
-            return tuple(
-                (x.copy() if w.copied and hasattr(x, "copy") else x) if w.stays else w.leave(x)
-                for w, x in zip(self.ways, values, strict=True)
-            )
+            return tuple(w.leave(x) for w, x in zip(self.ways, values, strict=True))
 
     def move(self, values: Sequence[Any]) -> tuple[Any, ...]:
         """What arrives, of what is given, within this process. Launched, never waited for."""
-        left = list(self.leave(values))
         with jax.enable_x64(self._wide):
+            left = [w.leave(x) for w, x in zip(self.ways, values, strict=True)]
             for i, w in enumerate(self.ways):
                 if not w.stays and w.given.on_host and not w.taken.on_host:
                     left[i] = words(w.taken.enter(left[i]))
@@ -265,7 +272,10 @@ class Ways:
     @cached_property
     def _crossing(self) -> list[int]:
         """The values that cross from devices to devices."""
-        return [i for i, w in enumerate(self.ways) if not (w.stays or w.given.on_host or w.taken.on_host)]
+        return [
+            i for i, w in enumerate(self.ways)
+            if not (w.stays or w.is_within or w.given.on_host or w.taken.on_host)
+        ]  # fmt: skip
 
     @cached_property
     def _cross(self) -> Crossing:
