@@ -64,7 +64,7 @@ class Way:
         """Whether both places are in this process."""
         return {*self.given.processes, *self.taken.processes} <= {me(), None}
 
-    @property
+    @cached_property
     def stays(self) -> bool:
         """Whether the value is already where it is taken."""
         given, taken = self.given, self.taken
@@ -465,7 +465,8 @@ class Crossing:
                 for of in cuts:
                     for starts in of.cut:
                         at = jax.numpy.asarray(np.asarray(starts, np.int32).reshape(len(starts), -1))[device]
-                        found.append(lax.dynamic_slice(x, list(at), of.shape))
+                        parcel = lax.dynamic_slice(x, list(at), of.shape)
+                        found.append(parcel.reshape(of.shape or (1,)))
             return found
 
         count = sum(len(of.cut) for _, cuts in ways for of in cuts)
@@ -490,14 +491,15 @@ def _joined(way: Way, cuts: Sequence[_Cut], slots: Any, device: Any) -> Any:
     """The block of a device, of its parcels."""
     if len(cuts) == 1 and (dim := _row_of(cuts[0], way.block)) is not None:
         order = sorted(range(len(cuts[0].join)), key=lambda k: cuts[0].join[k][0] or ())
-        parcels = list(slots)
+        parcels = [next(slots) for _ in cuts[0].join]
         return lax.concatenate([parcels[k] for k in order], dim).astype(way.given.words[1])
     block = jax.numpy.zeros(way.block, way.moved_dtype)
     for of in cuts:
         for starts in of.join:
             table = np.asarray([s or (0,) * len(of.shape) for s in starts], np.int32).reshape(len(starts), -1)
             there = np.asarray([s is not None for s in starts])
-            new = lax.dynamic_update_slice(block, next(slots), list(jax.numpy.asarray(table)[device]))
+            parcel = next(slots).reshape(of.shape)
+            new = lax.dynamic_update_slice(block, parcel, list(jax.numpy.asarray(table)[device]))
             block = new if there.all() else jax.numpy.where(jax.numpy.asarray(there)[device], new, block)
     return block.astype(way.given.words[1])
 
