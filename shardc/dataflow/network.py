@@ -122,8 +122,8 @@ class Edge:
 
     @property
     def seconds(self) -> tuple[float, float]:
-        """Seconds by which a message comes later than its links are busy, and those for which they are. Its boxings, which
-        are programs of the meshes, belong to the former."""
+        """Latency, and seconds for which a message keeps its links busy. The boxings on either mesh, which are programs
+        of their devices, count as latency."""
         latency = max((p.link.latency for p in self.plans if p.link is not None and p.border_bytes), default=0.0)
         busy = sum(p.device_bytes / p.link.bandwidth for p in self.plans if p.link is not None)
         return latency + sum(p.before.seconds + p.after.seconds for p in self.plans), busy

@@ -130,8 +130,7 @@ class PlannedFlow:
         return cost
 
     def link(self, channel: Channel) -> tuple[float, float]:
-        """Latency, and seconds that a message of a channel keeps its links busy: those of its ways. The boxings on either
-        mesh count as latency."""
+        """Latency, and seconds that a message of a channel keeps its links busy."""
         return self._edge_of[id(channel)].seconds
 
     @cached_property

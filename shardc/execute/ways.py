@@ -27,8 +27,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from shardc import compat
 from shardc.arrays.fetch import of_words, words
 from shardc.arrays.pieces import as_bytes, from_bytes
-from shardc.arrays.place import Place
-from shardc.arrays.placed import as_jax, is_placed
+from shardc.arrays.place import Place, place_of
+from shardc.arrays.placed import StackedArray, as_jax, is_placed
 from shardc.errors import ClusterError
 from shardc.machine.devices import me
 from shardc.machine.launch_order import in_launch_order, ordered_devices
@@ -128,6 +128,14 @@ class Way:
         if self.plan.before.steps:
             return boxed(self.given.mesh, self.plan.shape, self.plan.before, self.plan.given, self.plan.leaves)(x)
         return x.copy() if self.copied else x
+
+    def entered(self, x: Any) -> jax.Array:
+        """The physical array of a whole value, put where it is taken. One that is on another mesh of this process, as a
+        pipeline's result, is moved: `jax.device_put` would wait for it."""
+        here = place_of(x)
+        if here.mesh not in (None, self.taken.mesh) and x.is_fully_addressable and not isinstance(x, StackedArray):
+            x = moved(x, here, self.taken, self.link)
+        return self.taken.enter(x)
 
     def pack(self, x: Any, peer: int) -> list[memoryview]:
         """The bytes of the parcels from this process to another one, in the order of the plan. Waits for the device."""
@@ -262,7 +270,7 @@ class Ways:
             left = [w.leave(x) for w, x in zip(self.ways, values, strict=True)]
             for i, w in enumerate(self.ways):
                 if not w.stays and w.given.on_host and not w.taken.on_host:
-                    left[i] = words(w.taken.enter(left[i]))
+                    left[i] = words(w.entered(left[i]))
             if self._crossing:
                 moved = [left[i] for i in self._crossing]
                 for i, x in zip(self._crossing, self._cross(moved), strict=True):
@@ -544,8 +552,13 @@ class WaysCodec:
         return () if ways is None else ways.unpack(parts)
 
 
+@lru_cache(maxsize=1024)
+def _way_alone(given: Place, taken: Place, link: DeviceLink, wide: bool) -> Ways:
+    return Ways([Way(given, taken, link)], wide)
+
+
 def moved(x: Any, given: Place, taken: Place, link: DeviceLink) -> Any:
     """An array, or a physical array, moved within this process: the leaf at its new place."""
-    ways = Ways([Way(given, taken, link)], bool(jax.config.jax_enable_x64))  # pyright: ignore[reportAttributeAccessIssue]
+    ways = _way_alone(given, taken, link, bool(jax.config.jax_enable_x64))  # pyright: ignore[reportAttributeAccessIssue]
     (there,) = ways.arrive(ways.move([x.physical if is_placed(x) else x]))
     return there if taken.on_host else taken.leave(there)

@@ -14,7 +14,7 @@ import shardc
 from shardc import B, P, S
 from shardc.arrays.place import Place
 from shardc.dataflow.moves import EnteredValues, copied, entered, giving, on_host, taking, ways_of
-from shardc.execute.ways import Way
+from shardc.execute.ways import Way, Ways
 from shardc.machine.mesh import border
 from shardc.sbp.placement import Placement
 
@@ -156,11 +156,15 @@ def planned(given, taken, shape=(64, 64)):
     return edge, ways_of(edge, None, None, False)
 
 
-@pytest.mark.parametrize("at", [{"data": S(0)}, {"data": P}], ids=str)
+@jax.jit
+def slow(x):
+    return x + 0 * jax.lax.fori_loop(0, 60, lambda _, y: jnp.tanh(y @ y), jnp.ones((400, 400))).sum()
+
+
+@pytest.mark.parametrize("at", [{"data": S(0)}, {"data": P}], ids=["S(0)", "P"])
 def test_a_move_gathers_nothing_and_does_not_wait(at):
     edge, ways = planned((mesh(0, 4), at), (mesh(4, 4), {"data": S(1)}))
     place = edge.places(edge.moves[0])[0]
-    slow = jax.jit(lambda x: x + 0 * jax.lax.fori_loop(0, 60, lambda _, y: jnp.tanh(y @ y), jnp.ones((400, 400))).sum())
     x = place.enter(np.ones((64, 64), np.float32))
     move, take = giving(ways), taking(edge, ways, ways.arrive)
     jax.block_until_ready(take(move([place.leave(slow(x))])))
@@ -244,3 +248,19 @@ def test_leaves_on_the_host_are_numpy_arrays_but_for_random_keys():
     assert isinstance(a, np.ndarray)
     np.testing.assert_array_equal(a, np.arange(7))
     assert (b is key, c) == (True, 3)
+
+
+def test_a_value_whose_place_no_plan_knows_is_not_waited_for():
+    aval = jax.ShapeDtypeStruct((8, 4), np.float32)
+    there = Place(aval, mesh(4, 4), Placement({"data": S(1)}))
+    ways = Ways([Way(Place(aval, mesh(0, 4)), there, border(mesh(0, 4), there.mesh))], False)
+    value = np.arange(32, dtype=np.float32).reshape(8, 4)
+    x = shardc.put(value, mesh(0, 4), {"data": S(0)})
+    jax.block_until_ready(ways.move([slow(x)]))
+    late = slow(x)
+    (moved,) = ways.arrive(ways.move([late]))
+    assert not late.is_ready()
+    assert moved.sharding == there.sharding
+    np.testing.assert_array_equal(moved, value)
+    uneven = shardc.put(value, mesh(0, 3), {"data": S(0)})
+    np.testing.assert_array_equal(ways.arrive(ways.move([uneven]))[0], value)

@@ -9,10 +9,8 @@ import pytest
 
 import shardc
 from shardc import P, S
-from shardc.arrays.place import Place
 from shardc.dataflow.work import FunctionWork, HostWork, is_like, stacked_gives
 from shardc.errors import FlowError
-from shardc.sbp.placement import Placement
 
 TREE = jax.tree.structure(((0,), {}))
 GIVES = {"n": jax.ShapeDtypeStruct((), jnp.int32), "x": jax.ShapeDtypeStruct((3,), jnp.float32)}
