@@ -226,7 +226,8 @@ def boxed(mesh: Any, shape: tuple[int, ...], boxing: Boxing, src: Placement, dst
     run = jax.jit(
         jax.shard_map(
             local, mesh=mesh, in_specs=physical_spec(src), out_specs=physical_spec(dst), check_vma=False
-        )
+        ),
+        out_shardings=NamedSharding(mesh, physical_spec(dst)),  # an array without elements has no other sharding
     )  # fmt: skip
     return lambda x: in_launch_order(ordered_devices(mesh), lambda: run(x))
 
@@ -492,7 +493,8 @@ class Crossing:
 
         count = sum(len(of.join) for _, cuts in ways for of in cuts)
         specs = [physical_spec(w.plan.arrives) for w, _ in ways]
-        return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(every,) * count, out_specs=specs, check_vma=False))
+        join = jax.shard_map(local, mesh=mesh, in_specs=(every,) * count, out_specs=specs, check_vma=False)
+        return jax.jit(join, out_shardings=[NamedSharding(mesh, s) for s in specs])
 
 
 def _joined(way: Way, cuts: Sequence[_Cut], slots: Any, device: Any) -> Any:
