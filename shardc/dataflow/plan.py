@@ -85,7 +85,7 @@ class PlannedFlow:
 
     @property
     def bytes(self) -> int:
-        """Bytes that move between meshes and the host in a round, a node that runs every n rounds counted at 1/n."""
+        """Bytes that cross between meshes and the host in a round, a node that runs every n rounds counted at 1/n."""
         return sum(e.bytes // e.taker.every for e in self.edges)
 
     @cached_property
