@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 
 import shardc
 from examples.train import fake_cpu_devices
-from shardc.dataflow.moves import mover, on_host
+from shardc.dataflow.moves import giving, on_host, ways_of
 from shardc.runtime.executor import Executor, Task
 
 F32 = jax.ShapeDtypeStruct((), np.float32)
@@ -157,7 +157,7 @@ def parts(calls: int) -> dict[str, float]:
     plan = flow.plan(np.float32(0))
     reading, stepping = (n.work for n in plan.nodes[1:])
     here, there = np.float32(0), step(np.float32(0))
-    moves = [mover(e) for e in plan.edges if e.moves]
+    moves = [giving(ways_of(e, None, None, False)) for e in plan.edges if e.moves]
     to_host, to_mesh = (next(m for m, e in zip(moves, plan.edges, strict=False) if e.giver.name == n)
                         for n in ("add_one#2", "add_one"))  # fmt: skip
 

@@ -16,6 +16,7 @@ from shardc import compat
 from shardc.api import function
 from shardc.arrays.frozen import frozen
 from shardc.arrays.gone import refuse_gone
+from shardc.arrays.place import Place
 from shardc.calls.watch import notify_called, notify_made
 from shardc.dataflow.beginning import LateValues
 from shardc.dataflow.chart import flow_chart
@@ -28,7 +29,7 @@ from shardc.dataflow.round import Round, aval_of, traced_round
 from shardc.dataflow.run import ENDLESS, FlowRun
 from shardc.dataflow.shared import Shared
 from shardc.dataflow.value import LateOrigin, RoundValue
-from shardc.dataflow.work import HOST, HostWork, is_like
+from shardc.dataflow.work import HostWork, is_like
 from shardc.errors import ArgumentError, FlowError, MeshError, all_offenders
 from shardc.execute.call_cache import has_tracers
 from shardc.machine.mesh import AnyMesh
@@ -299,9 +300,9 @@ class _Inputs(HostWork):
     """The inputs of a run as a node: it gives the item of each round."""
 
     def __init__(self, where: str, results: Sequence[Any], tree: Any) -> None:
-        super().__init__(self._never, None, 1, [], f"{where}: inputs", seconds=0.0)
+        super().__init__(self._never, None, [None], [], f"{where}: inputs", seconds=0.0)
         self.results, self.out_tree = list(results), tree
-        self.gives = [HOST] * len(results)
+        self.gives = [Place(a) for a in results]
 
     @staticmethod
     def _never() -> None:

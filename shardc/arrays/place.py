@@ -93,7 +93,11 @@ class Place:
     @cached_property
     def processes(self) -> tuple[int | None, ...]:
         """The process of each device, in the order of the mesh; of the host its process."""
-        return (self.process,) if self.on_host else tuple(map(process_of, self.devices))
+        if self.on_host:
+            return (self.process,)
+        if not isinstance(self.mesh, Mesh):  # only planned
+            return (None,) * (0 if self.mesh is None else self.mesh.size)
+        return tuple(map(process_of, self.devices))
 
     @cached_property
     def is_plain(self) -> bool:
@@ -105,6 +109,12 @@ class Place:
         """The sharding of the physical array, on a mesh with devices."""
         assert isinstance(self.mesh, Mesh)
         return NamedSharding(self.mesh, physical_spec(self.at))
+
+    @property
+    def plain_sharding(self) -> NamedSharding | None:
+        """The sharding, where devices are known and a jax.Array can be there as it is."""
+        known = isinstance(self.mesh, Mesh) and self.placement is not None and self.is_plain
+        return self.sharding if known else None
 
     @cached_property
     def physical_shape(self) -> tuple[int, ...]:

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import jax
 
-from shardc.dataflow.moves import copied, to_place
+from shardc.arrays.place import Place
+from shardc.dataflow.moves import EnteredValues, LeafMove, copied, entered
 from shardc.dataflow.network import Edge, FlowNetwork, HandedLeaf
 from shardc.dataflow.plan import PlannedFlow
 from shardc.dataflow.round import Fixed, FlowNode
 from shardc.dataflow.timing.resources import devices_of
-from shardc.dataflow.work import LeafPlace, is_like
+from shardc.dataflow.work import is_like
 from shardc.errors import FlowError, all_offenders, number_text
 from shardc.machine.devices import is_here
 from shardc.runtime.actor import Message
 
-Holder: TypeAlias = tuple[FlowNode, LeafPlace]
+Holder: TypeAlias = tuple[FlowNode, Place]
 """A node that has a value, and where it lies."""
 
 
@@ -120,7 +121,7 @@ class LateValues:
         """The shapes and shardings of the late values that a run leaves."""
         found: dict[str, list[jax.ShapeDtypeStruct]] = {}
         for name, value in self:
-            sharding = value.node.work.gives[value.index].sharding(value.aval)
+            sharding = value.node.work.gives[value.index].plain_sharding
             if sharding is not None and not is_here(sharding.device_set):
                 sharding = None  # each process that takes the value has it whole
             described = jax.ShapeDtypeStruct(value.aval.shape, value.aval.dtype, sharding=sharding)
@@ -236,8 +237,8 @@ class Beginning:
             count[channel] += 1
             edge = self._built.edges[channel]
             if edge.taker in self._here:
-                each = range(len(edge.moves))
-                values = tuple(self._entered(channel, i, edge.delay - _round(edge, turn), state, made) for i in each)
+                each, back = range(len(edge.moves)), edge.delay - _round(edge, turn)
+                values = EnteredValues(self._entered(channel, i, back, state, made) for i in each)
                 found.setdefault(message, []).append(values)
         return found
 
@@ -264,9 +265,8 @@ class Beginning:
             x, others = known(first, state), isinstance(first, Fixed) or self._begins_others(edge, move, first)
         else:
             x, others = made[value, k], True
-        place, aval = edge.taker.work.takes[move.argument], edge.giver.results[move.output]
         alone = move.copied or (edge.takes_over(move) and others)
-        return entering(place, aval)(copied(x) if alone else x)
+        return entered(edge.places(move)[1], copied(x) if alone else x)
 
     def _begins_others(self, edge: Edge, move: HandedLeaf, first: int) -> bool:
         """Whether a leaf of the first state is taken in other rounds too, or by others that may find it in the same
@@ -278,8 +278,16 @@ class Beginning:
             for p in places
         )
 
-    def left(self, left: Mapping[Message, Sequence[Any]], rounds: int) -> dict[tuple[LateValue, int], Any]:
-        """Values of the last of so many rounds that later ones take, from the contents of delayed channels."""
+    def left(
+        self, left: Mapping[Message, Sequence[Any]], rounds: int, take: Sequence[LeafMove]
+    ) -> dict[tuple[LateValue, int], Any]:
+        """Values of the last of so many rounds that later ones take, from the contents of delayed channels.
+
+        Args:
+          left: the messages.
+          rounds: how many there were.
+          take: by channel, what makes of a message the leaves that are taken.
+        """
         period = self._plan.network.period
         found: dict[tuple[LateValue, int], Any] = {}
         for (channel, key), messages in left.items():
@@ -287,7 +295,7 @@ class Beginning:
             delay = self._built.edges[channel].delay
             for j, values in enumerate(messages):
                 k = delay - (key - rounds) % period - j * period
-                found |= {(self.late.of_move[channel, i], k): x for i, x in enumerate(values)}
+                found |= {(self.late.of_move[channel, i], k): x for i, x in enumerate(take[channel](values))}
         return found
 
 
@@ -298,7 +306,3 @@ def _round(edge: Edge, turn: int) -> int:
 
 def known(first: int | Fixed, state: Sequence[Any]) -> Any:
     return first.array if isinstance(first, Fixed) else state[first]
-
-
-def entering(place: LeafPlace, aval: Any) -> Callable[[Any], Any]:
-    return (lambda x: x) if place.mesh is None else to_place(place, aval)

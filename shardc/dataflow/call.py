@@ -7,9 +7,10 @@ from typing import Any, Final
 import jax
 
 from shardc import compat
+from shardc.arrays.place import Place
 from shardc.dataflow.round import Round, outside, traced_round
 from shardc.dataflow.value import Made, RoundValue
-from shardc.dataflow.work import Callee, FunctionWork, LeafPlace
+from shardc.dataflow.work import Callee, FunctionWork
 
 
 def call_in_round(function: Callee, args: tuple[Any, ...], kwargs: dict[str, Any], every: int) -> Any:
@@ -33,15 +34,15 @@ def _known(round: Round, function: Callee, v: RoundValue) -> Any:
     found = None
     if isinstance(v.origin, Made):
         found = _at(round.nodes[v.origin.node].work.gives[v.origin.index], function.mesh, v)
-    return jax.ShapeDtypeStruct(v.shape, v.dtype) if found is None else found
+    return jax.ShapeDtypeStruct(v.shape, v.dtype, weak_type=v.aval.weak_type) if found is None else found
 
 
-def _at(place: LeafPlace, mesh: Any, v: RoundValue) -> Any:
+def _at(place: Place, mesh: Any, v: RoundValue) -> Any:
     """The type of a value with its sharding, if it lies on this mesh."""
-    if place.mesh is None or place.placement is None or place.mesh != mesh:
+    sharding = place.plain_sharding
+    if sharding is None or place.mesh != mesh:
         return None
-    sharding = place.sharding(v.aval)
-    return None if sharding is None else jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=sharding)
+    return jax.ShapeDtypeStruct(v.shape, v.dtype, weak_type=v.aval.weak_type, sharding=sharding)
 
 
 _TURNS: Final = 3

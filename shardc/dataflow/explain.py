@@ -6,12 +6,12 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple, TypeAlias
 
+from shardc.arrays.place import Place
 from shardc.dataflow.chart import FlowChart, least, unknown_text
 from shardc.dataflow.host import StackWork
 from shardc.dataflow.network import Edge
 from shardc.dataflow.plan import PlannedFlow, functions_of
 from shardc.dataflow.round import FlowNode
-from shardc.dataflow.work import LeafPlace
 from shardc.machine.mesh import AnyMesh
 from shardc.plan.counterfactual import Counterfactual
 from shardc.report.explain_why import stage_title, why_sections
@@ -211,23 +211,27 @@ def _where(node: FlowNode, meshes: Mapping[AnyMesh, MeshText]) -> _At | str:
 
 
 def _edges(plan: PlannedFlow, meshes: Mapping[AnyMesh, MeshText]) -> Section | None:
-    rows = _alike(_edge(e, meshes) for e in plan.edges if e.moves)
-    if not rows:
+    edges = [e for e in plan.edges if e.moves]
+    if not edges:
         return None
-    columns = ("from", "to", "made", ">values", "how", ">bytes", ">registers", ">of bytes")
-    late = any(e.delay > 1 for e in plan.edges if e.moves)
-    return Section("What is handed over", columns, rows, [MADE] if late else [])
+    boxed = any(e.boxing_bytes for e in edges)
+    boxing = [">boxing"] if boxed else []
+    columns = ("from", "to", "made", ">values", "how", ">bytes", *boxing, ">registers", ">of bytes")
+    notes = [MADE] * any(e.delay > 1 for e in edges) + [BOXING] * boxed
+    return Section("What is handed over", columns, _alike(_edge(e, meshes, boxed) for e in edges), notes)
 
 
 MADE: Final = (
     "made: seen from the round that takes a value. The state was made 1 round before, shardc.late(state, 1) therefore "
     "2 rounds before."
 )
+BOXING: Final = "boxing: what a device sends within its mesh, before values leave it and when they have come."
 
 
-def _edge(e: Edge, meshes: Mapping[AnyMesh, MeshText]) -> _Row:
+def _edge(e: Edge, meshes: Mapping[AnyMesh, MeshText], boxed: bool) -> _Row:
+    sent = [bytes_text(n) if n else "-" for n in (e.bytes, e.boxing_bytes)]
     return (
-        e.giver, e.taker, made_text(e), str(len(e.moves)), how(e, meshes), bytes_text(e.bytes) if e.bytes else "-",
+        e.giver, e.taker, made_text(e), str(len(e.moves)), how(e, meshes), *sent[: 1 + boxed],
         "any" if e.registers is None else str(e.registers), bytes_text(e.held_bytes),
     )  # fmt: skip
 
@@ -255,7 +259,7 @@ def how_text(e: Edge, meshes: Mapping[AnyMesh, MeshText]) -> str:
     return _cell((how(e, meshes),))
 
 
-def _place_text(place: LeafPlace) -> str:
+def _place_text(place: Place) -> str:
     return str(place) if place.placement is None else placement_text(place.placement)
 
 

@@ -23,7 +23,7 @@ import numpy as np
 from shardc import compat
 from shardc.arrays.frozen import read_only
 from shardc.dataflow.round import Round, aval_of, traced_round
-from shardc.dataflow.value import Nothing
+from shardc.dataflow.value import Nothing, RoundValue
 from shardc.dataflow.work import HostWork, seconds_of_call, stacked_gives
 from shardc.errors import ArgumentError, FlowError
 from shardc.passes.trace.trace import where_of
@@ -63,19 +63,19 @@ class Host:
         leaves, tree = jax.tree.flatten((args, kwargs))
         round.refuse_nothing(self.name, leaves)
         if self.copies is None:
-            work = self._work(self.fn, tree, len(leaves))
+            work = self._work(self.fn, tree, leaves)
             made = round.values_of(round.add(self.name, work, leaves, work.results, every, source, self))
             return Nothing(self.name, round) if self.gives is None else work.out_tree.unflatten(made)
         made: list[Any] = []
         for copy in range(self.copies):
-            work = self._work(partial(self.fn, copy), tree, len(leaves))
+            work = self._work(partial(self.fn, copy), tree, leaves)
             made += round.values_of(round.add(self.name, work, leaves, work.results, every, source, self))
         if self.gives is None:
             return Nothing(self.name, round)
         count = len(jax.tree.leaves(self.gives))
         one_by_one = jax.tree.structure((tuple(made), {}))
         stack = StackWork(
-            partial(_stacked, count), one_by_one, len(made),
+            partial(_stacked, count), one_by_one, _avals(made),
             tuple(jax.tree.leaves(stacked_gives(self.gives, self.copies))),
             f"{self.name} together", seconds=0.0,
         )  # fmt: skip
@@ -97,14 +97,19 @@ class Host:
                 f"{round.where} calls {where_of(self.fn)}, which takes {signature}: {error}{first}."
             ) from None
 
-    def _work(self, call: Callable[..., Any], tree: Any, leaves: int) -> HostWork:
+    def _work(self, call: Callable[..., Any], tree: Any, leaves: Sequence[Any]) -> HostWork:
         keywords: Any = {
             "credits": self.credits, "seconds": self.seconds, "process": self.process, "where": self.where
         }  # fmt: skip
         if self.where == "thread" and self.deadline is None:
-            return HostWork(call, tree, leaves, self.gives, self.name, **keywords)
+            return HostWork(call, tree, _avals(leaves), self.gives, self.name, **keywords)
         make = {"thread": _CallThread, "process": _Process, "ray": _RayActor}[self.where]
-        return _ElsewhereWork(make, call, self.deadline, tree, leaves, self.gives, self.name, **keywords)
+        return _ElsewhereWork(make, call, self.deadline, tree, _avals(leaves), self.gives, self.name, **keywords)
+
+
+def _avals(leaves: Sequence[Any]) -> list[Any]:
+    """The types of the leaves that rounds make."""
+    return [x.aval if isinstance(x, RoundValue) else None for x in leaves]
 
 
 def _stacked(count: int, *made: Any) -> Any:

@@ -1,108 +1,97 @@
-"""Moves of values between nodes: from mesh to mesh, from a mesh to the host and back.
-
-A move is launched and never waited for, so that it runs beside what its giver does next. JAX's `device_put` waits for
-values whose pieces are other ones on the other mesh; such values are gathered on the giver's mesh first, and sent whole
-or in pieces from one device.
-"""
+"""The values of messages between nodes: how they leave the giver, and how the taker has them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from dataclasses import replace
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardc.arrays.frozen import read_only
-from shardc.arrays.place import put_leaf
-from shardc.arrays.placed import as_jax, is_placed
-from shardc.dataflow.network import Edge, HandedLeaf
-from shardc.dataflow.work import LeafPlace
+from shardc.arrays.place import Place
+from shardc.arrays.placed import as_jax
+from shardc.dataflow.network import Edge
+from shardc.execute.ways import Ways
 from shardc.sbp.signature import is_extended
 
 LeafMove = Callable[[Any], Any]
 
 
-def mover(edge: Edge) -> Callable[[tuple[Any, ...]], tuple[Any, ...]] | None:
-    """The function that moves a message of a channel; None if all its values stay where they are."""
-    each = [_leaf_mover(edge, m) for m in edge.moves]
-    if all(move is None for move in each):
-        return None
+class EnteredValues(tuple[Any, ...]):
+    """The values of a message from before the first round: they lie where they are taken."""
 
-    def move(values: tuple[Any, ...]) -> tuple[Any, ...]:
-        return tuple(x if to is None else to(x) for x, to in zip(values, each, strict=True))
-
-    return move
+    __slots__ = ()
 
 
-def _leaf_mover(edge: Edge, move: HandedLeaf) -> LeafMove | None:
-    there = edge.places(move)[1]
-    if edge.stays(move):
-        return copied if move.copied else None
-    if there.mesh is None:
-        return _to_host_copied if move.copied else _to_host
-    aval = edge.giver.results[move.output]
-    if there.placement is None:  # a pipeline puts it on its stages
-        return np.asarray
-    to = to_place(there, aval)
-    if edge.places(move)[0].mesh is None and edge.takes_over(move):
-        return lambda x: to(copied(x) if isinstance(x, jax.Array) else x)  # a user's array may lie there already
-    return (lambda x: to(copied(x))) if move.copied else to
+def ways_of(edge: Edge, giver_process: int | None, taker_process: int | None, wide: bool) -> Ways:
+    """The ways of a channel's messages.
+
+    Args:
+      edge: the channel's.
+      giver_process, taker_process: the processes of its nodes, which have values on the host; None: all is here.
+      wide: whether numbers of 64 bits are on.
+    """
+    given, taken = {"process": giver_process}, {"process": taker_process}
+    return Ways(
+        [
+            replace(
+                w,
+                given=replace(w.given, **given) if w.given.on_host else w.given,
+                taken=replace(w.taken, **taken) if w.taken.on_host else w.taken,
+            )
+            for w in map(edge.way, edge.moves)
+        ],
+        wide,
+    )
 
 
-def to_place(place: LeafPlace, aval: Any) -> LeafMove:
-    """The function that puts a leaf in place, from wherever it is."""
-    mesh, placement = place.mesh, place.placement
-    assert isinstance(mesh, Mesh)
-    if placement is None:
+def giving(ways: Ways) -> LeafMove:
+    """The function that moves a message within this process, launched and never waited for, so that it runs beside what
+    its giver does next."""
+    if ways.stay:
         return stay
-    sharding = place.sharding(aval)
-    if sharding is None:
-        return lambda x: put_leaf(x, mesh, placement)
+    enter = [stay if w.stays or w.given.on_host else w.given.enter for w in ways.ways]
+    return lambda values: ways.move([to(x) for to, x in zip(enter, values, strict=True)])
 
-    def move(x: Any) -> Any:
-        if not isinstance(x, jax.Array) or set(x.sharding.device_set) == sharding.device_set:
-            return put_leaf(x, mesh, placement)
-        if is_placed(x):
-            return jax.device_put(_one_copy(x.to_jax()), sharding)
-        if x.sharding.is_fully_replicated:
-            return jax.device_put(_one_copy(x), sharding)
-        if _alike(x, sharding):
-            return jax.device_put(x, sharding)
-        return jax.device_put(_one_copy(_gathered(x)), sharding)
 
-    return move
+def taking(edge: Edge, ways: Ways, arrive: LeafMove) -> LeafMove:
+    """The function that makes of a message the leaves that the taking node has.
+
+    Args:
+      edge, ways: of the channel.
+      arrive: as `ways.arrive`, under the taker's locks.
+    """
+    leave = [_leaving(w.taken, edge.stays(m)) for w, m in zip(ways.ways, edge.moves, strict=True)]
+
+    def taken(values: Any) -> Sequence[Any]:
+        if isinstance(values, EnteredValues):
+            return values
+        return [to(x) for to, x in zip(leave, arrive(values) if ways.finishes else values, strict=True)]
+
+    return taken if ways.finishes or any(to is not stay for to in leave) else stay
+
+
+def _leaving(place: Place, stays: bool) -> LeafMove:
+    if place.mesh is None or stays or (place.is_plain and not place.on_host):
+        return stay
+    return _value if place.on_host else place.leave
+
+
+def entered(place: Place, x: Any) -> Any:
+    """A leaf in place, from wherever it is; one that is taken whole as it is."""
+    return x if place.on_host else place.leave(place.enter(x))
+
+
+def to_place(place: Place, aval: Any) -> LeafMove:
+    """The function that puts a leaf in place."""
+    del aval
+    return lambda x: entered(place, x)
 
 
 def stay(x: Any) -> Any:
     return x
-
-
-def _one_copy(x: jax.Array) -> jax.Array:
-    """A whole copy of a replicated array, on one device."""
-    return x if len(x.sharding.device_set) == 1 else x.addressable_data(0)
-
-
-def _alike(x: jax.Array, to: NamedSharding) -> bool:
-    """Whether the pieces of an array are those of another sharding, device by device."""
-    here = x.sharding
-    return (
-        isinstance(here, NamedSharding) and here.spec == to.spec and dict(here.mesh.shape) == dict(to.mesh.shape)
-    )  # fmt: skip
-
-
-def _gathered(x: jax.Array) -> jax.Array:
-    here = x.sharding
-    if not isinstance(here, NamedSharding):
-        return jax.numpy.asarray(np.asarray(x))
-    return _gatherer(here.mesh)(x)
-
-
-@lru_cache(maxsize=256)
-def _gatherer(mesh: Any) -> Callable[[jax.Array], jax.Array]:
-    return jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
 
 def copied(x: Any) -> Any:
@@ -110,23 +99,12 @@ def copied(x: Any) -> Any:
     return x.copy() if isinstance(x, jax.Array | np.ndarray) else x
 
 
-def _to_host(x: Any) -> Any:
-    """Begin the copy to the host; whoever reads the value waits for it."""
-    if isinstance(x, jax.Array):
-        x.copy_to_host_async()
-    return x
-
-
-def _to_host_copied(x: Any) -> Any:
-    return _to_host(copied(x))
-
-
 def on_host(leaves: Sequence[Any]) -> list[Any]:
     """Leaves as NumPy arrays that cannot be written to; random keys, which NumPy has no type for, stay."""
-    return [read_only(_numpy(x)) for x in leaves]
+    return [_value(x) for x in leaves]
 
 
-def _numpy(x: Any) -> Any:
+def _value(x: Any) -> Any:
     if not isinstance(x, jax.Array) or is_extended(x.dtype):
-        return x
-    return np.asarray(as_jax(x))
+        return read_only(x)
+    return read_only(np.asarray(as_jax(x)))

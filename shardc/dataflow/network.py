@@ -10,13 +10,16 @@ from typing import Any, Final, NamedTuple
 
 from jax.sharding import Mesh
 
+from shardc.arrays.place import Place
 from shardc.dataflow.round import Fixed, FlowNode, Origin, Round
 from shardc.dataflow.timing.resources import Ends, PlacedNode, devices_of, resources_of
 from shardc.dataflow.value import RoundValue
-from shardc.dataflow.work import LeafPlace
 from shardc.errors import FlowError, all_offenders
+from shardc.execute.ways import Way
 from shardc.machine.devices import processes_of
+from shardc.machine.mesh import border
 from shardc.runtime.actor import Channel, Message, Network, Step
+from shardc.sbp.way import WayPlan
 
 MOST_STEPS: Final = 100_000
 """The most steps of a period."""
@@ -69,7 +72,7 @@ class Edge:
     registers: int | None = 1
     is_gate: bool = False
 
-    def places(self, move: HandedLeaf) -> tuple[LeafPlace, LeafPlace]:
+    def places(self, move: HandedLeaf) -> tuple[Place, Place]:
         """Where a leaf is given and taken."""
         return self.giver.work.gives[move.output], self.taker.work.takes[move.argument]
 
@@ -84,29 +87,46 @@ class Edge:
         """Whether the taker may overwrite a leaf."""
         return move.argument in self.taker.work.donated
 
-    @cached_property
-    def bytes(self) -> int:
-        """Bytes that arrive for one message, on all devices together; 0 if the values stay where they are."""
-        return sum(self.bytes_of(m) for m in self.moves)
+    def way(self, move: HandedLeaf) -> Way:
+        """The way of a leaf, if both ends are here. One that the taker may overwrite is copied if it comes from outside
+        of the flow's meshes: a user's array may lie there already."""
+        given, taken = self.places(move)
+        copied = move.copied or (given.mesh is None and self.takes_over(move))
+        return Way(given, taken, border(given.mesh, taken.mesh), copied)
 
-    def bytes_of(self, move: HandedLeaf) -> int:
-        if self.stays(move):
-            return 0
-        there, aval = self.places(move)[1], self.giver.results[move.output]
-        return there.bytes(aval) * (1 if there.mesh is None or there.placement is None else there.mesh.size)
+    @cached_property
+    def plans(self) -> list[WayPlan]:
+        """The plans of the leaves that move."""
+        return [self.way(m).plan for m in self.moves if not self.stays(m)]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of one message that cross the border between its ends: each element once for each device that needs it.
+        0 if the values stay where they are."""
+        return sum(p.border_bytes for p in self.plans)
+
+    @property
+    def boxing_bytes(self) -> int:
+        """Bytes of one message that a device sends within the meshes, before the border and behind it."""
+        return sum(p.boxing_bytes for p in self.plans)
 
     @property
     def held_bytes(self) -> int:
         """Bytes of one message on one device of the taker."""
-        return sum(self.places(m)[1].bytes(self.giver.results[m.output]) for m in self.moves)
+        return sum(there.bytes for _, there in map(self.places, self.moves))
 
     @property
     def most_bytes(self) -> int:
         """Bytes of one message that go over the busiest link, into one device or out of one."""
-        moved = [m for m in self.moves if not self.stays(m)]
-        into = sum(self.places(m)[1].bytes(self.giver.results[m.output]) for m in moved)
-        senders = [(mesh.size, self.bytes_of(m)) for m in moved if (mesh := self.places(m)[0].mesh) is not None]
-        return max(into, sum(-(-all_bytes // size) for size, all_bytes in senders))
+        return sum(p.device_bytes for p in self.plans)
+
+    @property
+    def seconds(self) -> tuple[float, float]:
+        """Latency, and seconds for which a message keeps its links busy. The boxings on either mesh, which are programs
+        of their devices, count as latency."""
+        latency = max((p.link.latency for p in self.plans if p.link is not None and p.border_bytes), default=0.0)
+        busy = sum(p.device_bytes / p.link.bandwidth for p in self.plans if p.link is not None)
+        return latency + sum(p.before.seconds + p.after.seconds for p in self.plans), busy
 
     @property
     def ends(self) -> Ends:

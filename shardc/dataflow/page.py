@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from shardc.arrays.place import Place
 from shardc.dataflow.chart import FlowChart, unknown_text
 from shardc.dataflow.explain import average_text, flow_sections, how_text, how_to_tell, made_text, meshes_of
 from shardc.dataflow.plan import PlannedFlow, functions_of
@@ -75,7 +74,7 @@ def _places(plan: PlannedFlow) -> dict[str, Any]:
         for move in edge.moves:
             (_, there), aval = edge.places(move), edge.giver.results[move.output]
             if there.mesh is not None and there.placement is not None:
-                place, mesh = Place(aval, there.mesh, there.placement), meshes.setdefault(there.mesh, len(meshes))
-                found.append(ArrayAt(name, place, mesh, why, there.bytes(aval)))
+                mesh = meshes.setdefault(there.mesh, len(meshes))
+                found.append(ArrayAt(name, there, mesh, why, there.bytes))
     drawn = [mesh_data(str(texts[mesh]), view(mesh)) for mesh in meshes]
     return {"meshes": drawn, "arrays": [arrays_data("Handed over to meshes", found)]} if found else {}

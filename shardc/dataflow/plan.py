@@ -85,7 +85,7 @@ class PlannedFlow:
 
     @property
     def bytes(self) -> int:
-        """Bytes that move between meshes and the host in a round, a node that runs every n rounds counted at 1/n."""
+        """Bytes that cross between meshes and the host in a round, a node that runs every n rounds counted at 1/n."""
         return sum(e.bytes // e.taker.every for e in self.edges)
 
     @cached_property
@@ -131,12 +131,11 @@ class PlannedFlow:
 
     def link(self, channel: Channel) -> tuple[float, float]:
         """Latency, and seconds that a message of a channel keeps its links busy."""
-        if not channel.bytes:
-            return 0.0, 0.0
-        rows = self.built.rows
-        meshes = [m for a in (channel.target, channel.source) for n in rows[a] for m in n.work.meshes]
-        link = view(meshes[0]).link
-        return link.latency, channel.bytes / link.bandwidth
+        return self._edge_of[id(channel)].seconds
+
+    @cached_property
+    def _edge_of(self) -> dict[int, Edge]:
+        return {id(c): e for c, e in zip(self.network.channels, self.edges, strict=True)}
 
     def simulate(self, rounds: int = 8, *, seconds: Seconds | None = None) -> Timeline:
         """Some rounds under virtual time: makespan, busy and idle actors, registers in use.

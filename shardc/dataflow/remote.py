@@ -22,6 +22,7 @@ from jax.sharding import Mesh
 
 from shardc.arrays.fetch import of_words, words
 from shardc.arrays.pieces import pack_array, unpack_array
+from shardc.arrays.place import Place
 from shardc.arrays.remote_array import RemoteArray, is_remote, is_small
 from shardc.dataflow.beginning import LateValue, LateValues
 from shardc.dataflow.moves import LeafMove, stay, to_place
@@ -30,7 +31,6 @@ from shardc.dataflow.plan import PlannedFlow
 from shardc.dataflow.round import Fixed, FlowNode
 from shardc.dataflow.shared import Shared
 from shardc.dataflow.value import RoundValue
-from shardc.dataflow.work import HOST
 from shardc.errors import ClusterError, RoundFailedError
 from shardc.execute.process_group import (
     ProcessGroup,
@@ -312,7 +312,7 @@ class RemoteFlow:
         entries = late.entries()
         for i, (value, k) in enumerate(entries):
             home = self._home(value, k)
-            place = value.back[k][0][1] if value.back[k] else HOST
+            place = value.back[k][0][1] if value.back[k] else Place(value.aval)
             if home in (-1, self.cluster.me) and (value, k) in made:
                 found[value, k] = made[value, k]
             if home == -1:

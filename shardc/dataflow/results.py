@@ -10,8 +10,9 @@ from typing import Any
 
 import jax
 
-from shardc.dataflow.beginning import LateValue, LateValues, entering, known
+from shardc.dataflow.beginning import LateValue, LateValues, known
 from shardc.dataflow.chart import FlowChart, measured_flow_chart
+from shardc.dataflow.moves import entered
 from shardc.dataflow.page import flow_page
 from shardc.dataflow.plan import PlannedFlow
 from shardc.dataflow.remote import RemoteFlow
@@ -99,7 +100,7 @@ class RunResults:
         for node in plan.nodes:
             leaves = [None if isinstance(x, RoundValue) else x for x in node.given]
             for at, i in plan.built.constants[node].items() if node in here else ():
-                leaves[at] = entering(node.work.takes[at], node.given[at].aval)(state[i])
+                leaves[at] = entered(node.work.takes[at], state[i])
             self.given[node] = leaves
         inputs = plan.nodes[0]
         if items is not None:

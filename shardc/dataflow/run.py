@@ -11,7 +11,7 @@ from typing import Any, Final, TypeAlias
 import jax
 
 from shardc.dataflow.beginning import Beginning
-from shardc.dataflow.moves import copied, mover, on_host, stay
+from shardc.dataflow.moves import LeafMove, copied, giving, on_host, stay, taking, ways_of
 from shardc.dataflow.network import Edge, NodeStep
 from shardc.dataflow.plan import PlannedFlow
 from shardc.dataflow.remote import (
@@ -32,6 +32,7 @@ from shardc.errors import FlowError, PeerLostError, PipelineError, PipelineTaskE
 from shardc.execute.pipeline_executable import IN_FLIGHT
 from shardc.execute.process_group import group_of_run
 from shardc.execute.recording import Recording
+from shardc.execute.ways import Ways
 from shardc.machine.devices import me
 from shardc.passes.trace.trace import settings, under
 from shardc.runtime.actor import Message, Span, Step
@@ -68,6 +69,8 @@ class FlowRun:
         self._here = frozenset(n for n in plan.nodes if self._processes[plan.built.actor[n]] == me())
         self._is_of_several = set(self._processes) != {me()}
         self._remote: RemoteFlow | None = None
+        self._ways: list[Ways] = []
+        self._take: list[LeafMove] = []
         self._steps = {s.label: s for row in plan.network.actors for s in row}
         self._beginning = Beginning(plan, self._here)
         works = shared_works(plan.nodes)
@@ -88,12 +91,14 @@ class FlowRun:
             for node in self.plan.nodes:
                 if self.is_here(node):
                     node.work.begin()
+            self._ways = [ways_of(e, *self._ends(e), wide) for e in self._built.edges]
+            self._take = [self._taking(channel) for channel in range(len(self._ways))]
             actors = len(self._built.rows)
-            edges = {id(c): e for c, e in zip(self.plan.network.channels, self._built.edges, strict=True)}
+            numbers = {id(c): channel for channel, c in enumerate(self.plan.network.channels)}
             self._executor = Executor(
                 self.plan.network,
                 self._task,
-                transports=lambda c: self._mover(edges[id(c)]),
+                transports=lambda c: self._giving(numbers[id(c)]),
                 limit=LaunchLimit(max(2, IN_FLIGHT // actors), _wait, _is_ready),
                 threads=Threads(None, self.plan.name),
                 share=None if remote is None else remote.share,
@@ -111,12 +116,28 @@ class FlowRun:
         mine = {d for m in node.work.meshes for d in devices_of(m)}
         return [s.lock for s in self._shared if mine & devices_of(s.mesh)]
 
-    def _mover(self, edge: Edge) -> Callable[[Any], Any]:
+    def _ends(self, edge: Edge) -> tuple[int | None, int | None]:
+        """The processes of an edge's nodes; None if all nodes are in this one."""
+        if not self._is_of_several:
+            return None, None
+        giver, taker = (self._processes[self._built.actor[n]] for n in (edge.giver, edge.taker))
+        return giver, taker
+
+    def _giving(self, channel: int) -> LeafMove:
+        """The move of a channel's messages, in the giver's thread."""
+        edge = self._built.edges[channel]
         if not self.is_here(edge.giver):
             return stay
         if not self.is_here(edge.taker):
             return sender([self._built.is_donated(edge.giver, m.output) for m in edge.moves])
-        return _locked(self._locks(edge.giver), _transport(edge))
+        return _locked(self._locks(edge.giver), giving(self._ways[channel]))
+
+    def _taking(self, channel: int) -> LeafMove:
+        """What makes of a channel's messages the leaves that its taker has, in the taker's thread."""
+        edge, ways = self._built.edges[channel], self._ways[channel]
+        if not (self.is_here(edge.giver) and self.is_here(edge.taker)):
+            return stay
+        return taking(edge, ways, _locked(self._locks(edge.taker), ways.arrive))
 
     def close(self) -> None:
         """End the threads and the processes of host functions."""
@@ -137,7 +158,7 @@ class FlowRun:
     def _runner(self, node: FlowNode, step: Step) -> Callable[[list[Any]], list[Any]]:
         """The function that a step runs: it picks the node's arguments, runs it, and hands out its results."""
         edges, work, on_mesh = self._built.edges, node.work, bool(node.work.meshes)
-        slots = [(k, i, m.argument) for k, (c, _) in enumerate(step.takes) for i, m in enumerate(edges[c].moves)]
+        fill = self._filling(step)
         gives = [[m.output for m in edges[c].moves] for c, _ in step.gives]
         logged, held = self._kept(node)
         again = [
@@ -156,10 +177,9 @@ class FlowRun:
             given = list(current.given[node])
             for argument in again:
                 given[argument] = copied(given[argument])
-            for k, i, argument in slots:
-                given[argument] = values[k][i]
             round = current.fired[step.label] * period + at
             with under(known), current.turns():
+                fill(given, values)
                 try:
                     begin = thread_time()
                     made = start(given if on_mesh else on_host(given), round)
@@ -187,6 +207,17 @@ class FlowRun:
             return sent
 
         return run
+
+    def _filling(self, step: Step) -> Callable[[list[Any], Sequence[Any]], None]:
+        """The function that puts the leaves of a step's messages among the arguments of its node."""
+        slots = [(self._take[c], [m.argument for m in self._built.edges[c].moves]) for c, _ in step.takes]
+
+        def fill(given: list[Any], values: Sequence[Any]) -> None:
+            for (take, arguments), message in zip(slots, values, strict=True):
+                for argument, x in zip(arguments, take(message), strict=True):
+                    given[argument] = x
+
+        return fill
 
     def _kept(self, node: FlowNode) -> tuple[list[tuple[int, _Keep]], list[tuple[int, _Keep]]]:
         """The results that are returned, and those that are parts of the state, with what is kept of each: a copy if
@@ -261,7 +292,7 @@ class FlowRun:
         if remote is not None:
             complete = remote.agreed(complete)
             current.share_logs(remote)
-        left = self._beginning.left(executor.left, complete) | current.past(complete)
+        left = self._beginning.left(executor.left, complete, self._take) | current.past(complete)
         if remote is not None:
             left = remote.known_late(late, left)
         executor.left = {}
@@ -351,19 +382,6 @@ def _locked(locks: Sequence[Any], call: Callable[..., Any]) -> Callable[..., Any
             return call(*args)
 
     return locked
-
-
-def _transport(edge: Edge) -> Callable[[Any], Any]:
-    """The move of a channel's messages. The giver's thread makes it, which lacks the settings of this thread."""
-    move, known = mover(edge), settings()
-    if move is None:
-        return stay
-
-    def moved(values: Any) -> Any:
-        with under(known):
-            return move(values)
-
-    return moved
 
 
 def _wait(values: list[Any]) -> None:

@@ -22,12 +22,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardc import compat
+from shardc.arrays.place import Place
 from shardc.arrays.placed import is_placed
-from shardc.dataflow.moves import copied, to_place
+from shardc.dataflow.moves import copied, entered
 from shardc.dataflow.network import FlowNetwork
 from shardc.dataflow.round import FlowNode, Round, aval_of, outside, traced_round
 from shardc.dataflow.value import RoundValue
-from shardc.dataflow.work import Callee, FunctionWork, LeafPlace
+from shardc.dataflow.work import Callee, FunctionWork
 from shardc.errors import ArgumentError, FlowError, number_text
 from shardc.machine.mesh import AnyMesh
 from shardc.passes.trace.trace import where_of
@@ -55,7 +56,7 @@ class Shared:
         self.avals = [_canonical(aval_of(x)) for x in leaves]
         self.leaves = [_own(x, a) for x, a in zip(leaves, self.avals, strict=True)]
         self.changes = 0
-        self.places: Sequence[LeafPlace] | None = None
+        self.places: Sequence[Place] | None = None
         """Where the last change left the leaves."""
         self.lock = threading.RLock()
         self.in_use = threading.Lock()
@@ -300,12 +301,7 @@ class _OnState(FunctionWork):
         count = len(shared.avals)
         self._enters, self.takes = self.takes[:count], self.takes[count:]
         self.donated = frozenset(i - count for i in self.donated if i >= count)
-        self.peak += _bytes(shared, self._enters)
-
-    def begin(self) -> None:
-        """Compile."""
-        super().begin()
-        self._entries = [to_place(p, a) for p, a in zip(self._enters, self.shared.avals, strict=True)]
+        self.peak += sum(p.bytes for p in self._enters)
 
     def settle(self, at: Mapping[int, Any]) -> bool:
         """Nothing is planned again: arguments on its mesh are moved to where they are taken, which the flow's plan
@@ -317,8 +313,8 @@ class _OnState(FunctionWork):
         """The results, under the locks."""
         shared = self.shared
         state = shared.leaves
-        if self._enters != shared.places:
-            state = [put(x) for put, x in zip(self._entries, state, strict=True)]
+        if shared.places is None or [p.at for p in self._enters] != [p.at for p in shared.places]:
+            state = [entered(p, x) for p, x in zip(self._enters, state, strict=True)]
             if shared.places is None:
                 shared.leaves, shared.places = state, self._enters
         return list(super().run([*state, *given], 0))
@@ -358,7 +354,8 @@ class _Change(_OnState):
         if quorum is not None and whole_numbers:
             raise FlowError(f"{name} takes {whole_numbers[0]!r}, and with quorum= it gets means: give it floats.")
         self.places = list(self.gives)
-        self.results, self.gives = [jax.ShapeDtypeStruct((1,), shared.avals[0].dtype)], [LeafPlace(shared.mesh)]
+        token = jax.ShapeDtypeStruct((1,), shared.avals[0].dtype)
+        self.results, self.gives = [token], [Place(token, shared.mesh)]
 
     def run(self, given: list[Any], round: int) -> Sequence[Any]:
         if self.stale != 0:
@@ -459,7 +456,7 @@ class _Read(_StateReader):
     seconds: float | None = 0.0
     credits: int | None = None
     changes = False
-    takes: Sequence[LeafPlace] = ()
+    takes: Sequence[Place] = ()
     process: int | None = None
     where: str | None = None
 
@@ -474,12 +471,12 @@ class _Read(_StateReader):
         self.used: frozenset[int] = frozenset(range(len(shared.avals)))
 
     @property
-    def gives(self) -> Sequence[LeafPlace]:
-        return self.places or [LeafPlace(self.shared.mesh)] * len(self.shared.avals)
+    def gives(self) -> Sequence[Place]:
+        return self.places or [Place(a, self.shared.mesh) for a in self.shared.avals]
 
     @property
     def peak(self) -> int:
-        return 2 * _bytes(self.shared, self.gives)
+        return 2 * sum(p.bytes for p in self.gives)
 
     def begin(self) -> None:
         """Nothing to ready."""
@@ -521,11 +518,6 @@ def _own(x: Any, aval: Any) -> Any:
     if isinstance(x, jax.Array | jax.ShapeDtypeStruct):
         return copied(x)
     return np.array(x, aval.dtype)
-
-
-def _bytes(shared: Shared, places: Sequence[LeafPlace]) -> int:
-    """Bytes of a state on one device."""
-    return sum(p.bytes(a) for p, a in zip(places, shared.avals, strict=True))
 
 
 def _known(args: Sequence[Any]) -> tuple[list[Any], Any, list[Any]]:

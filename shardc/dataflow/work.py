@@ -2,57 +2,22 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from shardc.arrays.frozen import frozen
+from shardc.arrays.place import Place
 from shardc.calls.constant_leaves import array_leaves
 from shardc.errors import FlowError, all_offenders
-from shardc.ir.walk import itemsize_of, local_shape
 from shardc.machine.mesh import AnyMesh, view
 from shardc.passes.trace.trace import Arguments, is_array, path_text
 from shardc.pipeline.schedule.turns import PartlyHeld
-from shardc.sbp.layout import is_plain, physical_spec
 from shardc.sbp.placement import Placement
 from shardc.sbp.signature import is_extended
-
-
-@dataclass(frozen=True)
-class LeafPlace:
-    """Where a leaf lives: on a mesh at a placement, on the devices of a pipeline (no placement), or on the host (no
-    mesh)."""
-
-    mesh: AnyMesh | None
-    placement: Placement | None = None
-
-    def bytes(self, aval: Any) -> int:
-        """Bytes of a leaf on one device, or on the host."""
-        shape = aval.shape
-        if self.mesh is not None and self.placement is not None:
-            shape = local_shape(shape, self.placement, view(self.mesh).sizes)
-        return math.prod(shape) * itemsize_of(aval)
-
-    def sharding(self, aval: Any) -> NamedSharding | None:
-        """The place as JAX says it; None if JAX cannot say it, or if it has no devices."""
-        if not isinstance(self.mesh, Mesh) or self.placement is None:
-            return None
-        if not is_plain(aval.shape, self.placement, dict(self.mesh.shape)):
-            return None
-        return NamedSharding(self.mesh, physical_spec(self.placement))
-
-    def __str__(self) -> str:
-        if self.mesh is None:
-            return "host"
-        return "its stages" if self.placement is None else str(self.placement)
-
-
-HOST: Final = LeafPlace(None)
 
 
 class Work(Protocol):
@@ -77,9 +42,9 @@ class Work(Protocol):
     @property
     def meshes(self) -> tuple[AnyMesh, ...]: ...
     @property
-    def takes(self) -> Sequence[LeafPlace]: ...
+    def takes(self) -> Sequence[Place]: ...
     @property
-    def gives(self) -> Sequence[LeafPlace]: ...
+    def gives(self) -> Sequence[Place]: ...
     @property
     def donated(self) -> frozenset[int]: ...
     @property
@@ -167,26 +132,30 @@ class FunctionWork:
         mesh = function.mesh if len(self.meshes) == 1 else None
         slots, named = tree.unflatten([_LeafSlot(i) for i in range(len(leaves))])
         call = function.arguments.flatten(slots, named)
-        takes: list[LeafPlace] = [HOST] * len(leaves)
+        takes = [Place(None)] * len(leaves)
         donated: set[int] = set()
         known = function.arguments.flatten(args, kwargs).leaves
         arrays = [(name, x) for name, x, given in zip(call.names, call.leaves, known, strict=True) if is_array(given)]
-        for (name, x), placement in zip(arrays, self.plan.inputs, strict=False):  # captured arrays follow
+        program = self.plan.program
+        taken = zip(arrays, program.in_avals, self.plan.inputs, strict=False)  # captured arrays follow
+        for (name, x), aval, placement in taken:
             if isinstance(x, _LeafSlot):
-                takes[x.index] = self._place(mesh, placement)
+                takes[x.index] = self._place(aval, mesh, placement)
                 if name in function.donates:
                     donated.add(x.index)
         self.takes, self.donated = takes, frozenset(donated)
-        self.gives = [self._place(mesh, p) for p in self.plan.outputs]
-        self.out_tree = self.plan.program.out_tree
+        self.gives = [self._place(a, mesh, p) for a, p in zip(program.out_avals, self.plan.outputs, strict=True)]
+        self.out_tree = program.out_tree
         self._arrays = array_leaves(self.out_tree)
-        self.results = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in self.plan.program.out_avals]
+        self.results = [g.aval for g in self.gives]
         self.seconds = max(self.plan.seconds, view(self.meshes[0]).topology.dispatch)
         memory = self.plan.memory
         self.peak = max(0, memory.peak - memory.arguments) if mesh is not None else 0
 
-    def _place(self, mesh: AnyMesh | None, placement: Placement) -> LeafPlace:
-        return LeafPlace(self.meshes[0]) if mesh is None else LeafPlace(mesh, placement)
+    def _place(self, aval: Any, mesh: AnyMesh | None, placement: Placement) -> Place:
+        """The place of an argument or a result; a pipeline says none."""
+        known = jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
+        return Place(known, self.meshes[0], None if mesh is None else placement)
 
     def settle(self, at: Mapping[int, Any]) -> bool:
         """Plan the function again if arguments lie elsewhere on its mesh than where it takes them: what that moves is a
@@ -201,7 +170,7 @@ class FunctionWork:
         leaves = [at.get(i, x) for i, x in enumerate(self._leaves)]
         new = [
             i for i, x in at.items()
-            if getattr(self._leaves[i], "sharding", None) != x.sharding and self.takes[i].sharding(x) != x.sharding
+            if getattr(self._leaves[i], "sharding", None) != x.sharding and self.takes[i].plain_sharding != x.sharding
         ]  # fmt: skip
         if new:
             self.make_plan([leaves[i] if i in new else x for i, x in enumerate(self._leaves)])
@@ -231,6 +200,7 @@ class HostWork:
     Args:
       call: the function.
       tree: the structure of its arguments.
+      takes: shape and dtype of each argument leaf; None: of one that is no array, or that is known from the start.
       gives: pytree of the shapes and dtypes of its result.
       name: for errors.
     """
@@ -244,14 +214,14 @@ class HostWork:
     apart: int | None = 0
 
     def __init__(  # noqa: PLR0913  # what a call of a host function is
-        self, call: Callable[..., Any], tree: Any, leaves: int, gives: Any, name: str, *,
+        self, call: Callable[..., Any], tree: Any, takes: Sequence[Any], gives: Any, name: str, *,
         credits: int | None = None, seconds: float | None = None, process: int | None = None, where: str | None = None,
     ) -> None:  # fmt: skip
         self._call, self._tree, self.name, self._is_mute = call, tree, name, gives is None
         pairs, self.out_tree = jax.tree_util.tree_flatten_with_path(gives)
         self.results = [x for _, x in pairs]
         self._paths = [path_text(path) for path, _ in pairs]
-        self.takes, self.gives = [HOST] * leaves, [HOST] * len(pairs)
+        self.takes, self.gives = [Place(a) for a in takes], [Place(a) for a in self.results]
         self.credits, self.seconds, self.process, self.where = credits, seconds, process, where
 
     def begin(self) -> None:

@@ -27,8 +27,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from shardc import compat
 from shardc.arrays.fetch import of_words, words
 from shardc.arrays.pieces import as_bytes, from_bytes
-from shardc.arrays.place import Place
-from shardc.arrays.placed import as_jax, is_placed
+from shardc.arrays.place import Place, place_of
+from shardc.arrays.placed import StackedArray, as_jax, is_placed
 from shardc.errors import ClusterError
 from shardc.machine.devices import me
 from shardc.machine.launch_order import in_launch_order, ordered_devices
@@ -51,7 +51,7 @@ class Way:
     Attributes:
       given, taken: the places.
       link: the border between them.
-      copied: whether the giver may overwrite the value before it is sent: then a copy is.
+      copied: whether the value may be overwritten where it is given: then a copy is sent.
     """
 
     given: Place
@@ -64,7 +64,7 @@ class Way:
         """Whether both places are in this process."""
         return {*self.given.processes, *self.taken.processes} <= {me(), None}
 
-    @property
+    @cached_property
     def stays(self) -> bool:
         """Whether the value is already where it is taken."""
         given, taken = self.given, self.taken
@@ -73,12 +73,19 @@ class Way:
         return given.mesh == taken.mesh and given.placement == taken.placement
 
     @cached_property
+    def is_within(self) -> bool:
+        """Whether both places are on one mesh, within which a boxing leads from one to the other."""
+        return not (self.given.on_host or self.taken.on_host) and self.given.mesh == self.taken.mesh
+
+    @cached_property
     def plan(self) -> WayPlan:
         given, taken = self.given, self.taken
         shape = (*given.shape, *given.words[0])
-        together = None if self.is_here else taken.processes
+        several = len({*given.processes, *taken.processes} - {None}) > 1
+        together = taken.processes if several and not self.is_within else None
+        link = None if self.is_within else self.link
         itemsize = int(given.words[1].itemsize)
-        return plan_way(shape, itemsize, given.at, given.view, taken.at, taken.view, self.link, together)
+        return plan_way(shape, itemsize, given.at, given.view, taken.at, taken.view, link, together)
 
     @cached_property
     def held(self) -> list[Index]:
@@ -107,17 +114,28 @@ class Way:
 
     def leave(self, x: Any) -> Any:
         """The numbers of a physical array, or of a host's value, as they leave."""
+        if self.stays:
+            return x.copy() if self.copied and hasattr(x, "copy") else x
         if self.given.on_host:
-            return x
+            return x.copy() if self.copied and isinstance(x, jax.Array) else x
         if self.taken.on_host and self.is_here:
             x = self.given.leave(x)
             x = x.copy() if self.copied else x
-            x.copy_to_host_async()
+            if self.given.mesh != self.taken.mesh:
+                x.copy_to_host_async()
             return x
         x = words(x)
         if self.plan.before.steps:
             return boxed(self.given.mesh, self.plan.shape, self.plan.before, self.plan.given, self.plan.leaves)(x)
         return x.copy() if self.copied else x
+
+    def entered(self, x: Any) -> jax.Array:
+        """The physical array of a whole value, put where it is taken. One that is on another mesh of this process, as a
+        pipeline's result, is moved: `jax.device_put` would wait for it."""
+        here = place_of(x)
+        if here.mesh not in (None, self.taken.mesh) and x.is_fully_addressable and not isinstance(x, StackedArray):
+            x = moved(x, here, self.taken, self.link)
+        return self.taken.enter(x)
 
     def pack(self, x: Any, peer: int) -> list[memoryview]:
         """The bytes of the parcels from this process to another one, in the order of the plan. Waits for the device."""
@@ -213,7 +231,8 @@ def boxed(mesh: Any, shape: tuple[int, ...], boxing: Boxing, src: Placement, dst
     run = jax.jit(
         jax.shard_map(
             local, mesh=mesh, in_specs=physical_spec(src), out_specs=physical_spec(dst), check_vma=False
-        )
+        ),
+        out_shardings=NamedSharding(mesh, physical_spec(dst)),  # an array without elements has no other sharding
     )  # fmt: skip
     return lambda x: in_launch_order(ordered_devices(mesh), lambda: run(x))
 
@@ -249,20 +268,17 @@ class Ways:
     def leave(self, values: Sequence[Any]) -> tuple[Any, ...]:
         """What leaves. In the thread of the giver's programs."""
         with jax.enable_x64(self._wide):
-            return tuple(
-                (x.copy() if w.copied and hasattr(x, "copy") else x) if w.stays else w.leave(x)
-                for w, x in zip(self.ways, values, strict=True)
-            )
+            return tuple(w.leave(x) for w, x in zip(self.ways, values, strict=True))
 
     def move(self, values: Sequence[Any]) -> tuple[Any, ...]:
         """What arrives, of what is given, within this process. Launched, never waited for."""
         if self._is_copy:
             return tuple(self._cross.copy_alike(values))
-        left = list(self.leave(values))
         with jax.enable_x64(self._wide):
+            left = [w.leave(x) for w, x in zip(self.ways, values, strict=True)]
             for i, w in enumerate(self.ways):
                 if not w.stays and w.given.on_host and not w.taken.on_host:
-                    left[i] = words(w.taken.enter(left[i]))
+                    left[i] = words(w.entered(left[i]))
             if self._crossing:
                 moved = [left[i] for i in self._crossing]
                 for i, x in zip(self._crossing, self._cross(moved), strict=True):
@@ -278,7 +294,10 @@ class Ways:
     @cached_property
     def _crossing(self) -> list[int]:
         """The values that cross from devices to devices."""
-        return [i for i, w in enumerate(self.ways) if not (w.stays or w.given.on_host or w.taken.on_host)]
+        return [
+            i for i, w in enumerate(self.ways)
+            if not (w.stays or w.is_within or w.given.on_host or w.taken.on_host)
+        ]  # fmt: skip
 
     @cached_property
     def _cross(self) -> Crossing:
@@ -488,7 +507,8 @@ class Crossing:
                 for of in cuts:
                     for starts in of.cut:
                         at = jax.numpy.asarray(np.asarray(starts, np.int32).reshape(len(starts), -1))[device]
-                        found.append(lax.dynamic_slice(x, list(at), of.shape))
+                        parcel = lax.dynamic_slice(x, list(at), of.shape)
+                        found.append(parcel.reshape(of.shape or (1,)))
             return found
 
         count = sum(len(of.cut) for _, cuts in ways for of in cuts)
@@ -506,21 +526,23 @@ class Crossing:
 
         count = sum(len(of.join) for _, cuts in ways for of in cuts)
         specs = [physical_spec(w.plan.arrives) for w, _ in ways]
-        return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(every,) * count, out_specs=specs, check_vma=False))
+        join = jax.shard_map(local, mesh=mesh, in_specs=(every,) * count, out_specs=specs, check_vma=False)
+        return jax.jit(join, out_shardings=[NamedSharding(mesh, s) for s in specs])
 
 
 def _joined(way: Way, cuts: Sequence[_Cut], slots: Any, device: Any) -> Any:
     """The block of a device, of its parcels."""
     if len(cuts) == 1 and (dim := _row_of(cuts[0], way.block)) is not None:
         order = sorted(range(len(cuts[0].join)), key=lambda k: cuts[0].join[k][0] or ())
-        parcels = list(slots)
+        parcels = [next(slots) for _ in cuts[0].join]
         return lax.concatenate([parcels[k] for k in order], dim).astype(way.given.words[1])
     block = jax.numpy.zeros(way.block, way.moved_dtype)
     for of in cuts:
         for starts in of.join:
             table = np.asarray([s or (0,) * len(of.shape) for s in starts], np.int32).reshape(len(starts), -1)
             there = np.asarray([s is not None for s in starts])
-            new = lax.dynamic_update_slice(block, next(slots), list(jax.numpy.asarray(table)[device]))
+            parcel = next(slots).reshape(of.shape)
+            new = lax.dynamic_update_slice(block, parcel, list(jax.numpy.asarray(table)[device]))
             block = new if there.all() else jax.numpy.where(jax.numpy.asarray(there)[device], new, block)
     return block.astype(way.given.words[1])
 
@@ -566,8 +588,13 @@ class WaysCodec:
         return () if ways is None else ways.unpack(parts)
 
 
+@lru_cache(maxsize=1024)
+def _way_alone(given: Place, taken: Place, link: DeviceLink, wide: bool) -> Ways:
+    return Ways([Way(given, taken, link)], wide)
+
+
 def moved(x: Any, given: Place, taken: Place, link: DeviceLink) -> Any:
     """An array, or a physical array, moved within this process: the leaf at its new place."""
-    ways = Ways([Way(given, taken, link)], bool(jax.config.jax_enable_x64))  # pyright: ignore[reportAttributeAccessIssue]
+    ways = _way_alone(given, taken, link, bool(jax.config.jax_enable_x64))  # pyright: ignore[reportAttributeAccessIssue]
     (there,) = ways.arrive(ways.move([x.physical if is_placed(x) else x]))
     return there if taken.on_host else taken.leave(there)

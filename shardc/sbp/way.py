@@ -55,7 +55,7 @@ class WayPlan:
       given, leaves, arrives, taken: its placements in order; `leaves` and `arrives` are never partial.
       giver, taker: the meshes; None: the host.
       before, after: the boxings on either mesh.
-      link: the border.
+      link: the border; None: giver and taker are one mesh, and nothing crosses.
       together: for each device of the taker, whom it shares what arrives with: equal values share; None: nobody.
     """
 
@@ -69,13 +69,13 @@ class WayPlan:
     taker: MeshView | None
     before: Boxing
     after: Boxing
-    link: DeviceLink
+    link: DeviceLink | None
     together: tuple[Hashable, ...] | None
 
     @cached_property
     def parcels(self) -> tuple[Parcel, ...]:
         """What crosses the border: each element once for each device, or group of devices, that needs it."""
-        if 0 in self.shape:
+        if 0 in self.shape or self.link is None:
             return ()
         held: dict[Index, list[int]] = {}
         for device, box in enumerate(boxes(self.shape, self.leaves, sizes_of(self.giver))):
@@ -100,6 +100,8 @@ class WayPlan:
     @property
     def border_bytes(self) -> int:
         """Bytes that cross the border."""
+        if self.link is None:
+            return 0
         if self.together is not None:
             return sum(_elements(p.box) for p in self.parcels) * self.itemsize
         sizes = sizes_of(self.taker)
@@ -110,6 +112,8 @@ class WayPlan:
     def device_bytes(self) -> int:
         """Bytes that the busiest device of either mesh sends or receives over the border, if devices that hold the same
         share the sending evenly, and devices that share what arrives the taking."""
+        if not self.border_bytes:
+            return 0
         if self.together is None:
             into = math.prod(local_shape(self.shape, self.arrives, sizes_of(self.taker))) * self.itemsize
         else:
@@ -128,7 +132,9 @@ class WayPlan:
     @property
     def border_seconds(self) -> float:
         """Seconds on the border."""
-        return self.link.latency + self.device_bytes / self.link.bandwidth if self.border_bytes else 0.0
+        if self.link is None or not self.border_bytes:
+            return 0.0
+        return self.link.latency + self.device_bytes / self.link.bandwidth
 
     @property
     def seconds(self) -> float:
@@ -205,7 +211,7 @@ def _ends(shape: Shape, placement: Placement, mesh: MeshView | None) -> Iterator
 @lru_cache(maxsize=65536)
 def plan_way(  # noqa: PLR0913  # two ends and what lies between
     shape: Shape, itemsize: int, given: Placement, giver: MeshView | None, taken: Placement, taker: MeshView | None,
-    link: DeviceLink, together: tuple[Hashable, ...] | None = None,
+    link: DeviceLink | None, together: tuple[Hashable, ...] | None = None,
 ) -> WayPlan:  # fmt: skip
     """The fastest way of a value between two meshes.
 
@@ -213,11 +219,17 @@ def plan_way(  # noqa: PLR0913  # two ends and what lies between
       shape, itemsize: of the logical value.
       given, giver: its placement, and the mesh; None: the host.
       taken, taker: where it goes.
-      link: the border: bytes/s of one device, and seconds until the first byte arrives.
+      link: the border: bytes/s of one device, and seconds until the first byte arrives. None: both are one mesh.
       together: for each device of the taker, whom it shares what arrives with: a value for each, such as its process.
         None: each device gets its own copy.
     """
     given, taken = (p.without(m.idle) if m is not None and m.idle else p for p, m in ((given, giver), (taken, taker)))
+    if link is None:
+        assert giver is not None
+        boxing = find_boxing(shape, itemsize, given, taken, giver)
+        return WayPlan(
+            shape, itemsize, given, taken, taken, taken, giver, taker, boxing, Boxing((), ()), None, together
+        )  # fmt: skip
     best: tuple[tuple[float, int, int], WayPlan] | None = None
     for leaves in dict.fromkeys(_ends(shape, given, giver)):
         before = Boxing((), ()) if giver is None else find_boxing(shape, itemsize, given, leaves, giver)

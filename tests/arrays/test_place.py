@@ -149,3 +149,16 @@ def test_the_giver_may_write_to_its_memory(placement):
     there = place.enter(value)
     value[:] = 2
     np.testing.assert_array_equal(place.value(there), np.ones(9))
+
+
+def test_places_in_words():
+    aval, four = jax.ShapeDtypeStruct((8, 3), np.float32), Mesh(np.array(jax.devices()[:4]), ("data",))
+    split = Place(aval, four, Placement({"data": S(1)}))
+    assert [str(p) for p in (Place(aval), Place(aval, four), split)] == ["host", "its stages", "{data: S(1)}"]
+
+
+def test_only_what_a_jax_array_can_be_has_a_plain_sharding():
+    aval, four = jax.ShapeDtypeStruct((8, 3), np.float32), Mesh(np.array(jax.devices()[:4]), ("data",))
+    even, uneven = (Place(aval, four, Placement({"data": S(d)})) for d in (0, 1))
+    assert even.plain_sharding.spec == PartitionSpec("data")
+    assert [p.plain_sharding for p in (uneven, Place(aval), Place(aval, four))] == [None] * 3

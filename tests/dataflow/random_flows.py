@@ -12,8 +12,8 @@ from jax.sharding import Mesh
 
 import shardc
 from shardc import S
+from shardc.arrays.place import Place
 from shardc.dataflow.round import Round
-from shardc.dataflow.work import HOST, LeafPlace
 from shardc.sbp.placement import Placement
 from tests.dataflow.interpreter import MISSING
 
@@ -139,7 +139,7 @@ class StubWork:
 
     def __init__(self, place, donated=(), credits=None, results=2):
         self.meshes = () if place is None else (mesh(*place),)
-        where = HOST if place is None else LeafPlace(self.meshes[0], Placement({}))
+        where = Place(AVAL) if place is None else Place(AVAL, self.meshes[0], Placement({}))
         self.takes, self.gives = [where] * 3, [where] * results
         self.donated, self.credits, self.results = frozenset(donated), credits, [AVAL] * results
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import shardc
-from shardc import S
+from shardc import P, S
 from shardc.dataflow.explain import flow_sections
 from shardc.report.tables import seconds_text
 from tests.dataflow.flows import trained
@@ -99,3 +99,21 @@ def test_a_flow_without_items(golden):
         return learn(w, seen), None
 
     golden("fleet", without_lines(act_and_learn.plan(jnp.zeros(4)).explain()))
+
+
+def test_what_is_boxed_on_the_way_is_listed_apart():
+    parts = shardc.function(lambda x: x + 1, mesh=shardc.make_mesh(data=2), out_placements={"data": P})
+    other = jax.sharding.Mesh(np.array(jax.devices()[4:6]), ("rows",))
+    total = shardc.function(lambda x: x * 2, mesh=other, in_placements={"x": {"rows": S(0)}})
+
+    @shardc.flow
+    def train(x):
+        return total(parts(x)), None
+
+    plan = train.plan(jax.ShapeDtypeStruct((1024,), jnp.float32))
+    section = next(s for s in flow_sections(plan) if s is not None and s.title.startswith("What"))
+    rows = [dict(zip(section.columns, row, strict=True)) for row in section.rows]
+    assert [(row[">bytes"], row[">boxing"]) for row in rows if row["how"].startswith("to rows")] == [
+        ("4.0 KiB", "2.0 KiB")
+    ]
+    assert any(line.startswith("boxing: ") for line in section.lines)

@@ -9,16 +9,15 @@ import pytest
 
 import shardc
 from shardc import P, S
-from shardc.dataflow.work import HOST, FunctionWork, HostWork, LeafPlace, is_like, stacked_gives
+from shardc.dataflow.work import FunctionWork, HostWork, is_like, stacked_gives
 from shardc.errors import FlowError
-from shardc.sbp.placement import Placement
 
 TREE = jax.tree.structure(((0,), {}))
 GIVES = {"n": jax.ShapeDtypeStruct((), jnp.int32), "x": jax.ShapeDtypeStruct((3,), jnp.float32)}
 
 
 def host(call, gives=GIVES):
-    return HostWork(call, TREE, 1, gives, "sample")
+    return HostWork(call, TREE, [None], gives, "sample")
 
 
 def test_python_numbers_and_64_bits_become_what_is_declared():
@@ -77,14 +76,7 @@ def test_a_function_says_where_it_takes_and_gives_its_leaves():
     assert str(work.gives[1]) == "{data: P(sum)}"
     assert work.meshes == (mesh,)
     assert scale.mesh is mesh
-    assert x.bytes(leaves[2]) == 2 * 3 * 4  # 7 rows over 4 devices: at most 2 on each
-    assert x.sharding(leaves[2]) is None
-    assert work.gives[1].sharding(work.results[1]) is None
-    assert w.sharding(leaves[0]).spec == jax.sharding.PartitionSpec()
-
-
-def test_places_in_words():
-    mesh = shardc.make_mesh(data=4)
-    assert [str(p) for p in (HOST, LeafPlace(mesh), LeafPlace(mesh, Placement({"data": S(1)})))] == [
-        "host", "its stages", "{data: S(1)}",
-    ]  # fmt: skip
+    assert x.bytes == 2 * 3 * 4  # 7 rows over 4 devices: at most 2 on each
+    assert x.plain_sharding is None
+    assert work.gives[1].plain_sharding is None
+    assert w.plain_sharding.spec == jax.sharding.PartitionSpec()
