@@ -72,7 +72,7 @@ def _places(plan: PlannedFlow) -> dict[str, Any]:
         why = how_text(edge, texts) + (f", made {made_text(edge)}" if edge.delay else "")
         name = f"{edge.giver} \N{RIGHTWARDS ARROW} {edge.taker}"
         for move in edge.moves:
-            (_, there), aval = edge.places(move), edge.giver.results[move.output]
+            _, there = edge.places(move)
             if there.mesh is not None and there.placement is not None:
                 mesh = meshes.setdefault(there.mesh, len(meshes))
                 found.append(ArrayAt(name, there, mesh, why, there.bytes))

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import Mesh, PartitionSpec
 
-from shardc import PlacedArray, Placement, StackedArray, make_mesh
+from shardc import PlacedArray, Placement, S, StackedArray, make_mesh
 from shardc.arrays.place import Place, place_of, put_leaf
 from shardc.arrays.placed import leaf_aval
 from shardc.compat import shaped_array
