@@ -12,6 +12,7 @@ import sys
 
 import jax
 import numpy as np
+from jax.experimental import transfer
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
@@ -39,8 +40,6 @@ def put(process, coordinator, socket):
 
 def pull(process, address=None):
     """Pull an array that is offered at one sharding: at this one, and at another one whose pieces are as large."""
-    from jax.experimental import transfer
-
     mesh = jax.make_mesh((DEVICES,), ("x",))
     x = np.arange(DEVICES**2, dtype=np.float32).reshape(DEVICES, DEVICES)
     server = transfer.start_transfer_server(jax.devices()[0].client, "127.0.0.1:0", ["127.0.0.1:0"] * DEVICES)
