@@ -488,10 +488,13 @@ def test_a_killed_peer_is_lost_at_once(far, transport):
 def test_a_peer_that_is_killed_in_the_middle_of_a_value(far, transport):
     """Half a value is none, and whoever sends one hears of the loss."""
     child, link = far(transport)
-    link.send_tagged("large", (b"", [filled(1 << 28, 7)]))
-    child.say("post", "large", 1 << 28)
-    until(lambda: link._sock.recv(1, socket.MSG_PEEK), 10)
+    begun, gone = threading.Event(), threading.Event()
+    link._allocate = lambda size: (begun.set(), gone.wait(10), allocate(size))[-1]
+    link.send_tagged("large", (b"", [filled(1 << 25, 7)]))
+    child.say("post", "large", 1 << 25)
+    assert begun.wait(10)
     killed = child.signal(signal.SIGKILL)
+    gone.set()
     with pytest.raises(PeerLostError, match="process 1 is lost"):
         within(5, link.receive_tagged, "large", 60.0)
     assert time.monotonic() - killed < 1
