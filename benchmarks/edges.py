@@ -1,13 +1,15 @@
 """Edges between processes: what a link and an executor take for a message, beside a plain socket that sends the same.
 
-    python -m benchmarks.edges [--rounds 20] [--sizes 1024 1048576 67108864] [--planes unix tcp] [--kinds numpy jax]
+    python -m benchmarks.edges [--rounds 20] [--sizes 1024 1048576 67108864] [--planes unix tcp tls] [--kinds numpy jax]
 
 Two processes on this machine. Three ways take turns in each round, all in the same two processes:
 
-- plain: a socket of the same kind with the same buffers; a header of 8 bytes and the value in one `sendmsg`, received
-  with `recv_into` into a fresh aligned `np.empty`;
+- plain: a UNIX or TCP socket with the same buffers, not encrypted; a header of 8 bytes and the value in one `sendmsg`,
+  received with `recv_into` into a fresh aligned `np.empty`;
 - link: a tagged value, `Link.send_tagged` to `Link.receive_tagged`;
 - edge: a message of a network, from the task that gives it to the task that takes it (`DistributedNetwork`).
+
+`unix` is what goes between processes of a host, `tls` between hosts, `tcp` too with `shardc run --plain-data`.
 
 `numpy`: from an array on the host to one on the host. `jax`: from an array on a device to one on a device, which each
 way reads with `np.asarray` and puts with `jax.device_put` of the buffer that it received into.
@@ -19,13 +21,15 @@ for an answer. Ping-pong: half of a round trip of equal messages.
 from __future__ import annotations
 
 import argparse
+import os
 import socket
 import statistics
 import struct
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from queue import SimpleQueue
@@ -42,11 +46,13 @@ from shardc.runtime.distributed_network import DistributedNetwork
 from shardc.runtime.executor import Executor, ProcessShare, Task
 from shardc.runtime.transport import wire
 from shardc.runtime.transport.link import Link, Packed
+from shardc.runtime.transport.tls import TlsSocket
 
 SECRET = b"edges"
 HEAD = struct.Struct("!q")
 TIME = struct.Struct("!d")
 WAYS = "plain", "link", "edge"
+PLANES = "unix", "tcp", "tls"
 
 
 def allocate(count: int) -> memoryview:
@@ -217,10 +223,15 @@ class Edge:
             spread.close()
 
 
-def measure(args: argparse.Namespace, address: str, first: bool) -> list[dict[str, Any]]:
+def measure(
+    args: argparse.Namespace, plane: str, sockets: Sequence[socket.socket], first: bool
+) -> list[dict[str, Any]]:
     """All rows of one plane. Both processes call this."""
-    sockets = connect(address, first)
-    plain, link = Plain(sockets[0]), Link(sockets[1], 0 if first else 1, 1 if first else 0, 30.0, allocate)
+    sock, linked = sockets
+    if isinstance(linked, TlsSocket):
+        sock = socket.socket(fileno=sock.detach())  # without TLS
+        linked.clear = plane == "tcp"
+    plain, link = Plain(sock), Link(linked, 0 if first else 1, 1 if first else 0, 30.0, allocate)
     rows: list[dict[str, Any]] = []
     for number, (kind, size) in enumerate((k, s) for k in args.kinds for s in args.sizes):
         values = Values(kind)
@@ -247,32 +258,24 @@ def measure(args: argparse.Namespace, address: str, first: bool) -> list[dict[st
             for i, what in enumerate(("one way", "ping-pong")):
                 rows.append({"kind": kind, "size": size, "what": what, **{w: found[w][i] for w in WAYS}})
     link.close()
-    sockets[0].close()
+    sock.close()
     return rows
 
 
-def connect(address: str, first: bool) -> list[socket.socket]:
-    """A socket for each of plain and link."""
-    if not first:
-        return [wire.dial(address, SECRET, {"number": i}, 30.0) for i in range(2)]
+@contextmanager
+def second_process(words: Sequence[str], plane: str, address: str) -> Generator[list[socket.socket]]:
+    """Start the other process of a plane. Gives a socket for each of plain and link."""
     arrived: SimpleQueue[tuple[int, socket.socket]] = SimpleQueue()
-    listener = wire.Listener(wire.listen(address), SECRET, lambda sock, hello: arrived.put((hello["number"], sock)))
-    child = start(listener.address)
-    try:
-        return [sock for _, sock in sorted((arrived.get(timeout=60) for _ in range(2)), key=lambda pair: pair[0])]
-    except BaseException:
-        child.kill()
-        raise
-    finally:
-        listener.close()
-
-
-children: list[subprocess.Popen[bytes]] = []
-
-
-def start(address: str) -> subprocess.Popen[bytes]:
-    children.append(subprocess.Popen([sys.executable, "-m", "benchmarks.edges", *sys.argv[1:], "--second", address]))
-    return children[-1]
+    listener = wire.Listener(wire.listen(address), SECRET, lambda sock, hello: arrived.put((hello.process, sock)))
+    command = [sys.executable, "-m", "benchmarks.edges", *words, "--second", plane, listener.address]
+    with subprocess.Popen(command) as child:
+        try:
+            yield [sock for _, sock in sorted((arrived.get(timeout=60) for _ in range(2)), key=lambda pair: pair[0])]
+        except BaseException:
+            child.kill()
+            raise
+        finally:
+            listener.close()
 
 
 def text(size: int) -> str:
@@ -280,8 +283,9 @@ def text(size: int) -> str:
 
 
 def table(plane: str, rows: Sequence[Mapping[str, Any]]) -> Table:
-    found = Table(title=f"{plane}: ms, median (least)", title_justify="left", box=None, pad_edge=False)
-    for column in ("kind", "size", "what", *WAYS, "link : plain", "edge : plain"):
+    title = f"{plane}: ms, median (least); load {os.getloadavg()[0]:.1f}"
+    found = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    for column in ("kind", "size", "what", *WAYS, "link : plain", "edge : plain", "link GB/s"):
         found.add_column(column, justify="left" if column in ("kind", "what") else "right", no_wrap=True)
     for row in rows:
         middle = {w: statistics.median(row[w]) for w in WAYS}
@@ -292,31 +296,33 @@ def table(plane: str, rows: Sequence[Mapping[str, Any]]) -> Table:
             row["what"],
             *(f"{1e3 * middle[w]:.3f} ({1e3 * least[w]:.3f})" for w in WAYS),
             *(f"{middle[w] / middle['plain']:.2f} ({least[w] / least['plain']:.2f})" for w in WAYS[1:]),
+            f"{row['size'] / middle['link'] / 1e9:.2f} ({row['size'] / least['link'] / 1e9:.2f})",
         )
     return found
 
 
-def main() -> None:
+def main(words: Sequence[str]) -> None:
     """Measures all planes and prints a table of each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument(
         "--sizes", type=int, nargs="+", default=[1 << 10, 1 << 20, 1 << 26], help="bytes, multiples of 4"
     )
-    parser.add_argument("--planes", nargs="+", default=["unix", "tcp"], choices=["unix", "tcp"])
+    parser.add_argument("--planes", nargs="+", default=PLANES, choices=PLANES)
     parser.add_argument("--kinds", nargs="+", default=["numpy", "jax"], choices=["numpy", "jax"])
-    parser.add_argument("--second", help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    parser.add_argument("--second", nargs=2, help=argparse.SUPPRESS)
+    args = parser.parse_args(words)
     if args.second:
-        measure(args, args.second, first=False)
+        plane, address = args.second
+        measure(args, plane, [wire.dial(address, SECRET, wire.Hello(i), 30.0) for i in range(2)], first=False)
         return
-    console = Console(width=140)
+    console = Console(width=160)
     with tempfile.TemporaryDirectory() as folder:
         for plane in args.planes:
             address = f"unix:{Path(folder) / 'edges'}" if plane == "unix" else "127.0.0.1:0"
-            console.print(table(plane, measure(args, address, first=True)))
-            children.pop().wait(30)
+            with second_process(words, plane, address) as sockets:
+                console.print(table(plane, measure(args, plane, sockets, first=True)))
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

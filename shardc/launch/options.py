@@ -25,6 +25,7 @@ class RunOptions:
     silence: float = 10.0
     deadline: float = 600.0
     grace: float = 25.0
+    plain_data: bool = False
     secret: Path | None = None
     bind: str | None = None
     ray: bool = False
@@ -40,7 +41,7 @@ class RunOptions:
         config = RunConfig(
             me=0, processes=processes, islands=self.islands, store=store, secret=secret, links="",
             restarts=self.restarts, silence=self.silence, deadline=self.deadline, least=self.least or 0,
-            grace=self.grace,
+            grace=self.grace, plain_data=self.plain_data,
             judging=self.silence,  # by then a process has given a sign of life, or is lost
         )  # fmt: skip
         return Job(config)

@@ -28,6 +28,7 @@ from shardc.runtime.status.waits import Waits, longest_text
 from shardc.runtime.store import Event, Store
 from shardc.runtime.transport.connection import Allocate, Frame, FrameKind
 from shardc.runtime.transport.link import Link, Packed
+from shardc.runtime.transport.tls import TlsSocket
 from shardc.runtime.transport.wire import Hello, Listener, dial, listen
 
 _log: Final = logging.getLogger("shardc")
@@ -61,6 +62,7 @@ class RunConfig:
       deadline: seconds to wait for a process that is alive but does not come.
       least: how many processes the run may go on with if hosts are lost; 0: all of them.
       grace: seconds that the processes have to save and end when the run is asked to end.
+      plain_data: whether large values go to other hosts without encryption.
       judging: seconds beyond `deadline` in which the launcher finds who does not come.
     """
 
@@ -76,6 +78,7 @@ class RunConfig:
     deadline: float = 600.0
     least: int = 0
     grace: float = 25.0
+    plain_data: bool = False
     judging: float = 0.0
 
     @property
@@ -289,6 +292,8 @@ class Cluster:
             self._add_link(sock, peer)
 
     def _add_link(self, sock: socket.socket, peer: int) -> Link:
+        if isinstance(sock, TlsSocket):
+            sock.clear = self.config.plain_data
         made = self._links[peer] = Link(sock, self.me, peer, self.config.silence, self._allocate)
         made.add(_GATHERING, self)
         self._changed.notify_all()

@@ -88,10 +88,23 @@ def test_ray_that_is_not_installed(capsys, script, monkeypatch):
 def test_options_arrive(script, monkeypatch):
     seen = []
     monkeypatch.setattr(launch, "run_on_this_machine", lambda *args: seen.append(args) or 5)
-    words = ["--processes", "4", "--islands", "2", "--devices", "3", "--restarts", "1", "--silence", "2.5"]
+    words = [
+        "--processes",
+        "4",
+        "--islands",
+        "2",
+        "--devices",
+        "3",
+        "--restarts",
+        "1",
+        "--silence",
+        "2.5",
+        "--plain-data",
+    ]
     assert main(["run", *words, str(script), "--processes", "9", "-m"]) == 5
     made = Script(str(script), ("--processes", "9", "-m"), False, 3)
-    assert seen == [(RunOptions(made, 4, None, 2, 1, silence=2.5), 4)]
+    assert seen == [(RunOptions(made, 4, None, 2, 1, silence=2.5, plain_data=True), 4)]
+    assert seen[0][0].job(4, "", b"").config.plain_data
     assert main(["run", "--processes", "4", str(script), "--", "--steps", "9", "--"]) == 5
     assert seen.pop()[0].script.arguments == ("--steps", "9", "--")
     assert main(["run", "--processes", "1", "--log", str(script.parent / "a" / "b"), "-m", "package.module"]) == 5

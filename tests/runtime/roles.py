@@ -47,9 +47,11 @@ def hear():
 # ---- a link
 
 
-def peer(address, secret, silence):
+def peer(address, secret, silence, clear):
     """The other end of a link. Does what it is told."""
     sock = dial(address, bytes.fromhex(secret), Hello(1), 10.0)
+    if clear:
+        sock.clear = True
     link = Link(sock, 1, 0, silence, allocate)
     say(ready=True)
     while True:

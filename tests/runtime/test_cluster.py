@@ -141,6 +141,14 @@ def test_a_link_of_an_earlier_epoch_is_dropped(a_run, log_lines):
     assert log_lines() == ["process 0: dropped a link of process 1, of epoch 1"]
 
 
+@pytest.mark.parametrize("plain_data", [False, True])
+def test_only_links_between_hosts_may_send_large_values_in_clear(a_run, plain_data):
+    a, b = a_run(transport="tcp").all(plain_data=plain_data)
+    together(lambda: a.link(1), lambda: b.link(0))
+    assert a.link(1)._sock.clear is b.link(0)._sock.clear is plain_data
+    assert not a.store._sock.clear
+
+
 def test_an_address_in_use(a_run):
     run = a_run()
     listener = wire.listen("127.0.0.1:0")

@@ -23,7 +23,7 @@ def begin(start, a_run, seed, rng):
         "size": rng.choice([16, 256, 300_000]),
         "neighbours": rng.random() < 0.5,
         "delays": rng.choice([(0,), (0, 0.0005, 0.002), (0, 0.02)]),
-        "config": {"silence": SILENCE, "deadline": 20.0},
+        "config": {"silence": SILENCE, "deadline": 20.0, "plain_data": seed % 2 == 0},
     }
     return run, [member(start, run, p, seed, **options) for p in range(count)]
 

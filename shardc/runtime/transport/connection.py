@@ -21,6 +21,7 @@ from enum import IntEnum
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from shardc.errors import ClusterError
+from shardc.runtime.transport import tls
 
 Allocate: TypeAlias = Callable[[int], memoryview]
 """Gives a fresh buffer of so many bytes. A connection never uses it again, so its taker may keep it."""
@@ -75,15 +76,22 @@ class Frame(NamedTuple):
     buffers: Sequence[memoryview] = ()
 
     def pieces(self) -> list[memoryview]:
-        """The bytes to send, without a copy of the buffers."""
+        """The bytes to send, without a copy of the buffers. Only buffers are pieces so long that they may go in clear
+        (`tls`)."""
         kind, network, run, channel, key, about, buffers = self
         if len(about) > _LONGEST:
             raise ClusterError(f"a text of {len(about)} bytes is too long to be sent: at most {_LONGEST}.")
         head = _HEAD.pack(kind, len(buffers), len(about), network, run, channel, key) + about
         if not buffers:
-            return [memoryview(head)]
+            return _short(head)
         sizes = struct.pack(f"<{len(buffers)}Q", *(b.nbytes for b in buffers))
-        return [memoryview(head + sizes), *(b for b in buffers if b.nbytes)]
+        return [*_short(head + sizes), *(b for b in buffers if b.nbytes)]
+
+
+def _short(text: bytes) -> list[memoryview]:
+    if len(text) < tls.SMALL:
+        return [memoryview(text)]
+    return [memoryview(text)[i : i + tls.SMALL - 1] for i in range(0, len(text), tls.SMALL - 1)]
 
 
 def _no_buffer(size: int) -> memoryview:

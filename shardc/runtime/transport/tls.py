@@ -2,7 +2,10 @@
 
     secret -> private key -> certificate
 
-So each end proves that it holds the secret, and what goes over the connection can neither be read nor changed.
+So each end proves that it holds the secret, and what goes over the connection can neither be read nor changed. An end
+that sends large buffers in `clear` sends those as they are, for networks that are trusted. What is sent are parts:
+
+    encrypted (how many clear bytes follow, and before them how many encrypted ones), encrypted bytes, clear bytes
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import importlib
 import os
 import socket
 import ssl
+import struct
 import threading
 from collections.abc import Iterable
 from contextlib import suppress
@@ -27,6 +31,10 @@ URI: Final = "shardc://run/"
 """The name in the certificate of each run."""
 _PIECE: Final = 1 << 16
 """Bytes that are encrypted or read at once."""
+SMALL: Final = 1 << 16
+"""A buffer of fewer bytes is always encrypted."""
+_HEAD: Final = struct.Struct("!QI")
+"""Of a part: the numbers of its clear and of its encrypted bytes."""
 _KEY_ORDER: Final = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
 """Of the curve P-256. gRPC takes no certificates of Ed25519."""
 
@@ -114,6 +122,10 @@ class TlsSocket(socket.socket):
         """Encrypted bytes that are not sent yet."""
         self._taken = 0
         """How many bytes they were."""
+        self.clear = False
+        """Whether this end sends buffers of SMALL bytes or more as they are. The other end need not know."""
+        self._clear_leaving = self._clear_coming = self._encrypted_coming = 0
+        """How many bytes of the part that is being sent, or read, are left."""
 
     def shake_hands(self, until: float) -> None:
         """Find out whether the other end holds the secret.
@@ -146,36 +158,74 @@ class TlsSocket(socket.socket):
         while True:
             with self._using:
                 got = self._open(view)
-            if got or not self._receive():
+            if got:
                 return got
+            if self._clear_coming and not self._encrypted_coming:
+                got = super().recv_into(view[: self._clear_coming], 0, flags)
+                self._clear_coming -= got
+                return got
+            if not self._receive():
+                return 0
 
     def _open(self, view: memoryview) -> int:
-        """Decrypt what has come into a buffer. Returns how many bytes that gave."""
+        """Fill a buffer from what has come, and decrypt that. Returns how many bytes that gave."""
         got = 0
         try:
             while got < len(view) and (self._came.pending or self._tls.pending()):
-                got += self._tls.read(len(view) - got, view[got:])  # pyright: ignore[reportOperatorIssue]
+                if not self._encrypted_coming and not self._clear_coming:
+                    self._clear_coming, self._encrypted_coming = _HEAD.unpack(self._tls.read(_HEAD.size))
+                elif (count := self._open_some(view[got:])) == 0:
+                    break
+                else:
+                    got += count
         except ssl.SSLWantReadError:
             pass  # a part of a record
         except ssl.SSLError as error:
             raise ConnectionAbortedError(f"what came was changed on its way ({error.reason})") from error
         return got
 
+    def _open_some(self, view: memoryview) -> int:
+        """Fill a buffer from the part that is being read: its encrypted bytes come first."""
+        if self._encrypted_coming:
+            view = view[: self._encrypted_coming]
+            got = int(self._tls.read(len(view), view))  # pyright: ignore[reportArgumentType]
+            self._encrypted_coming -= got
+        else:
+            data = self._came.read(min(self._clear_coming, len(view)))
+            got = len(data)
+            view[:got] = data
+            self._clear_coming -= got
+        return got
+
     def sendmsg(self, buffers: Iterable[Any], ancdata: Any = (), flags: int = 0, address: Any = None, /) -> int:
         """Send some bytes of the buffers. If it raises BlockingIOError, the next call has to begin with the same bytes:
         some of them may be sent already."""
         if not self._sealed:
+            if self._clear_leaving:
+                return self._send_clear(next(iter(buffers)), flags)
             self._seal(buffers)
         while self._sealed:
             self._sealed = self._sealed[super().send(self._sealed, flags) :]
         return self._taken
 
+    def _send_clear(self, buffer: Any, flags: int) -> int:
+        sent = super().send(buffer, flags)
+        self._clear_leaving -= sent
+        return sent
+
     def _seal(self, buffers: Iterable[Any]) -> None:
+        """Encrypt the next bytes to send, up to a buffer that goes as it is."""
         views, self._taken = list[memoryview](), 0
         for buffer in buffers:
-            views.append(memoryview(buffer).cast("B")[: _PIECE - self._taken])
+            if self._taken == _PIECE:
+                break
+            view = memoryview(buffer).cast("B")
+            if self.clear and len(view) >= SMALL:
+                self._clear_leaving = len(view)
+                break
+            views.append(view[: _PIECE - self._taken])
             self._taken += len(views[-1])
-        data = memoryview(b"".join(views)) if len(views) > 1 else views[0]
+        data = memoryview(b"".join([_HEAD.pack(self._clear_leaving, self._taken), *views]))
         with self._using:
             while data:
                 data = data[self._tls.write(data) :]

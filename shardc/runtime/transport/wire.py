@@ -30,7 +30,7 @@ from shardc.errors import ClusterError
 from shardc.runtime.transport import tls
 from shardc.runtime.transport.tls import TlsSocket
 
-_READY: Final = b"shardc 2"
+_READY: Final = b"shardc 3"
 _HELLO: Final = struct.Struct("!8sqq")
 _HANDSHAKE_SECONDS: Final = 10.0
 """Time limit of a handshake for the listener; a dialer starts again after half of it."""

@@ -47,23 +47,37 @@ def filled(size, value):
 
 
 def of_transport(transport, tmp_path):
-    """Two ends of a connection of a kind."""
+    """Two ends of a connection of a kind; `clear` is TCP whose large buffers are not encrypted."""
     if transport == "pair":
         return socket.socketpair()
     arrived = SimpleQueue()
-    address = {"unix": f"unix:{tmp_path / 'x'}", "tcp": "127.0.0.1:0"}[transport]
+    address = f"unix:{tmp_path / 'x'}" if transport == "unix" else "127.0.0.1:0"
     listener = wire.Listener(wire.listen(address), SECRET, lambda sock, hello: arrived.put(sock))
     found = wire.dial(listener.address, SECRET, wire.Hello(1), 5.0), arrived.get(timeout=5)
     listener.close()
+    if transport == "clear":
+        for sock in found:
+            sock.clear = True
     return found
 
 
 # ---- what arrives
 
 
-@pytest.mark.parametrize("transport", ["pair", "unix", "tcp"])
+@pytest.mark.parametrize("transport", ["pair", "unix", "tcp", "clear"])
 @pytest.mark.parametrize(
-    "sizes", [(), (0,), (1,), (1000, 0, 3), (8192, 8152, 8151), (1 << 20, 5, 1 << 23), tuple(range(100))]
+    "sizes",
+    [
+        (),
+        (0,),
+        (1,),
+        (1000, 0, 3),
+        (8192, 8152, 8151),
+        (1 << 20, 5, 1 << 23),
+        tuple(range(100)),
+        (40_000, 60_000, 1 << 16),
+        ((1 << 16) - 1, 1 << 16, 1 << 16, (1 << 16) + 1, 1),
+    ],
 )
 def test_letters_arrive_whole(transport, sizes, tmp_path):
     with link_pair(sockets=of_transport(transport, tmp_path)) as (a, b):
@@ -102,7 +116,7 @@ def test_frames_carry_all_their_numbers():
         assert peer == 0 and frame[:6] == sent[:6] and bytes(frame.buffers[0]) == b"\x09" * 3
 
 
-@pytest.mark.parametrize("transport", ["unix", "tcp"])
+@pytest.mark.parametrize("transport", ["unix", "tcp", "clear"])
 def test_many_threads_send_at_once(transport, tmp_path):
     """Frames of many threads, small and large, both ways, never mix."""
     with link_pair(sockets=of_transport(transport, tmp_path)) as (a, b):
@@ -436,9 +450,12 @@ def far(tmp_path, request):
             arrived = SimpleQueue()
             address = f"unix:{tmp_path / 'x'}" if transport == "unix" else "127.0.0.1:0"
             listener = wire.Listener(wire.listen(address), SECRET, lambda sock, hello: arrived.put(sock))
-            child = start("peer", listener.address, SECRET.hex(), silence)
+            child = start("peer", listener.address, SECRET.hex(), silence, transport == "clear")
             child.hear()
-            links.append(Link(arrived.get(timeout=5), 0, 1, silence, allocate))
+            sock = arrived.get(timeout=5)
+            if transport == "clear":
+                sock.clear = True
+            links.append(Link(sock, 0, 1, silence, allocate))
             listener.close()
             return child, links[-1]
 
@@ -467,8 +484,27 @@ def test_a_killed_peer_is_lost_at_once(far, transport):
     assert str(error).endswith("Process 0 waited for its loss of step 7.")
 
 
-def test_a_stopped_peer_is_lost_after_the_deadline_and_learns_it(far):
-    child, link = far(silence=1.5)
+@pytest.mark.parametrize("transport", ["tcp", "clear"])
+def test_a_peer_that_is_killed_in_the_middle_of_a_value(far, transport):
+    """Half a value is none, and whoever sends one hears of the loss."""
+    child, link = far(transport)
+    begun, gone = threading.Event(), threading.Event()
+    link._allocate = lambda size: (begun.set(), gone.wait(10), allocate(size))[-1]
+    link.send_tagged("large", (b"", [filled(1 << 25, 7)]))
+    child.say("post", "large", 1 << 25)
+    assert begun.wait(10)
+    killed = child.signal(signal.SIGKILL)
+    gone.set()
+    with pytest.raises(PeerLostError, match="process 1 is lost"):
+        within(5, link.receive_tagged, "large", 60.0)
+    assert time.monotonic() - killed < 1
+
+
+@pytest.mark.parametrize("transport", ["unix", "clear"])
+def test_a_stopped_peer_is_lost_after_the_deadline_and_learns_it(far, transport):
+    child, link = far(transport, silence=1.5)
+    child.say("post", "large", 1 << 26)
+    child.hear()
     stopped = child.stop()
     until(lambda: link.lost, 10)
     assert 1.0 < time.monotonic() - stopped < 3 and "no sign of life for 1.5 s" in str(link.lost)
@@ -477,8 +513,9 @@ def test_a_stopped_peer_is_lost_after_the_deadline_and_learns_it(far):
     assert "process 0 is lost" in child.hear()["text"]
 
 
-def test_a_peer_that_was_stopped_for_a_while_is_not_lost(far):
-    child, link = far(silence=3.0)
+@pytest.mark.parametrize("transport", ["unix", "clear"])
+def test_a_peer_that_was_stopped_for_a_while_is_not_lost(far, transport):
+    child, link = far(transport, silence=3.0)
     child.say("post", "early", 1 << 24)
     child.hear()
     child.stop()
@@ -490,9 +527,10 @@ def test_a_peer_that_was_stopped_for_a_while_is_not_lost(far):
     assert link.receive_tagged("early", 5.0)[1][0].nbytes == 1 << 24 and link.lost is None
 
 
-def test_a_peer_that_closes_while_it_is_sent_to(far):
+@pytest.mark.parametrize("transport", ["unix", "clear"])
+def test_a_peer_that_closes_while_it_is_sent_to(far, transport):
     """It reads what came before it left, or its end is an error: never a hang, never half a value."""
-    child, link = far()
+    child, link = far(transport)
     for _ in range(8):
         link.send_tagged("large", (b"", [filled(1 << 24, 7)]))
     child.say("close")

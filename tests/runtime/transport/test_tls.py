@@ -236,6 +236,49 @@ def test_what_is_changed_on_its_way_loses_the_peer_and_is_not_believed(change):
         until(lambda: a.lost)
 
 
+# ---- large buffers that are not encrypted
+
+
+@pytest.mark.parametrize("clear", [False, True])
+def test_only_large_buffers_of_an_end_that_says_so_can_be_read_on_their_way(clear):
+    heard = bytearray()
+    with (
+        Middle() as middle,
+        connected(sockets=(middle.left, middle.right)) as ends,
+        link_pair(sockets=ends) as (a, b),
+    ):
+        middle.change = lambda data: (heard.extend(data), data)[1]
+        ends[0].clear = clear
+        large, small = bytes(range(256)) * 512, bytes(range(255, -1, -1)) * 200
+        text = bytes(range(0, 256, 2)) * 2048
+        for _ in range(2):
+            a.send_tagged("tag", (text, [memoryview(small), memoryview(large), memoryview(small)]))
+            assert within(5, b.receive_tagged, "tag", 5.0) == (text, [small, large, small])
+            b.send_tagged("back", (b"", [memoryview(large)]))  # what the other end does is its own choice
+            within(5, a.receive_tagged, "back", 5.0)
+        assert (heard.count(large) == 2) is clear
+        assert clear or large[:64] not in heard
+        assert not any(x in heard for x in (small[:64], text[:64], b"tag\0"))
+
+
+@pytest.mark.parametrize("change", [lambda data: data[:-1], lambda data: data + b"x"], ids=["shorter", "longer"])
+def test_bytes_that_are_left_out_or_added_between_lose_the_peer(change):
+    with (
+        Middle() as middle,
+        connected(sockets=(middle.left, middle.right)) as ends,
+        link_pair(sockets=ends) as (a, b),
+    ):
+        ends[0].clear = True
+        middle.change = lambda data: change(data) if set(data[-99:]) == {7} else data
+        for _ in range(2):
+            a.send_tagged("x", (b"", [memoryview(bytes([7]) * (1 << 17))]))
+        with pytest.raises(PeerLostError, match="process 0 is lost: what came was changed on its way"):
+            for _ in range(9):
+                a.send_tagged("x")
+                b.receive_tagged("x", 5.0)
+        until(lambda: a.lost)
+
+
 @pytest.mark.parametrize("at", [0, 5, 60, 200])
 def test_a_handshake_that_is_changed_is_none(at):
     with Middle() as middle, pair(sockets=(middle.left, middle.right)) as (dialer, listener):
