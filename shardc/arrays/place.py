@@ -13,12 +13,14 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from shardc import compat
-from shardc.arrays.placed import PlacedArray, is_placed, leaf_aval, put_leaf
+from shardc.arrays.placed import PlacedArray, StackedArray, is_placed, leaf_aval, put_leaf
 from shardc.machine.devices import process_of
 from shardc.machine.mesh import AnyMesh, MeshView, view
+from shardc.machine.topology import DeviceLink
 from shardc.sbp.layout import is_plain, physical_shape, physical_spec, to_logical
 from shardc.sbp.placement import AxisSizes, Placement, local_shape
 from shardc.sbp.signature import is_extended
+from shardc.sbp.way import WayPlan, plan_way
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ class Place:
         """The placement; of a place on the host, that of one device."""
         return Placement() if self.on_host or self.placement is None else self.placement
 
-    @property
+    @cached_property
     def view(self) -> MeshView | None:
         """The planner's view of the mesh; None for the host."""
         return None if self.on_host or self.mesh is None else view(self.mesh)
@@ -68,6 +70,12 @@ class Place:
     def sizes(self) -> AxisSizes:
         return {} if self.on_host or self.mesh is None else dict(self.mesh.shape)
 
+    @property
+    def device_mesh(self) -> Mesh:
+        """The mesh, which has devices."""
+        assert isinstance(self.mesh, Mesh)
+        return self.mesh
+
     @cached_property
     def devices(self) -> list[Any]:
         """The devices, in the order of the mesh; none on the host."""
@@ -75,8 +83,21 @@ class Place:
 
     @cached_property
     def processes(self) -> tuple[int | None, ...]:
-        """The process of each device, in the order of the mesh; of the host its process."""
-        return (self.process,) if self.on_host else tuple(map(process_of, self.devices))
+        """The process of each device, in the order of the mesh; of the host its process. None: it is not known."""
+        if self.on_host or not self.devices:
+            return (self.process,)
+        return tuple(map(process_of, self.devices))
+
+    def is_beside(self, other: Place) -> bool:
+        """Whether the devices of equal number of both places share a process and hold the same elements."""
+        return self.processes == other.processes and self.sizes == other.sizes and self.at == other.at
+
+    def way_to(self, other: Place, link: DeviceLink) -> WayPlan:
+        """The plan of the way to another place over this border; all processes make the same one."""
+        shape, itemsize = (*self.shape, *self.words[0]), int(self.words[1].itemsize)
+        known = {*self.processes, *other.processes} - {None}
+        together = None if len(known) < 2 or self.is_beside(other) else other.processes
+        return plan_way(shape, itemsize, self.at, self.view, other.at, other.view, link, together)
 
     @cached_property
     def is_plain(self) -> bool:
@@ -86,8 +107,7 @@ class Place:
     @cached_property
     def sharding(self) -> NamedSharding:
         """The sharding of the physical array, on a mesh with devices."""
-        assert isinstance(self.mesh, Mesh)
-        return NamedSharding(self.mesh, physical_spec(self.at))
+        return NamedSharding(self.device_mesh, physical_spec(self.at))
 
     @property
     def physical_shape(self) -> tuple[int, ...]:
@@ -108,14 +128,14 @@ class Place:
     def enter(self, x: Any) -> jax.Array:
         """The physical array of an array, put here from wherever it is."""
         if is_placed(x) and x.placement == self.placement and x.mesh == self.mesh and x.parts:
-            return x.physical
+            if not isinstance(x, StackedArray):
+                return x.physical
         if self.is_plain and isinstance(x, jax.Array) and x.committed and not is_placed(x):
             if x.sharding == self.sharding:
                 return x
             if (there := self._there(x)) is not None:
                 return there
-        assert isinstance(self.mesh, Mesh)
-        made = put_leaf(x, self.mesh, self.at)
+        made = put_leaf(x, self.device_mesh, self.at)
         return made.physical if is_placed(made) else made
 
     def _there(self, x: jax.Array) -> jax.Array | None:
@@ -133,8 +153,7 @@ class Place:
         """The array that a physical array here stands for."""
         if self.is_plain or is_placed(x):
             return x
-        assert isinstance(self.mesh, Mesh)
-        return PlacedArray(x, self.shape, self.at, self.mesh)
+        return PlacedArray(x, self.shape, self.at, self.device_mesh)
 
     def value(self, x: jax.Array) -> np.ndarray[Any, Any]:
         """The logical value of a physical array, on the host."""
