@@ -127,9 +127,9 @@ class Place:
 
     def enter(self, x: Any) -> jax.Array:
         """The physical array of an array, put here from wherever it is."""
-        if is_placed(x) and x.placement == self.placement and x.mesh == self.mesh and x.parts:
-            if not isinstance(x, StackedArray):
-                return x.physical
+        one = is_placed(x) and not isinstance(x, StackedArray)
+        if one and x.placement == self.placement and x.mesh == self.mesh and x.parts:
+            return x.physical
         if self.is_plain and isinstance(x, jax.Array) and x.committed and not is_placed(x):
             if x.sharding == self.sharding:
                 return x

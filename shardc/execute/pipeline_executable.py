@@ -303,8 +303,8 @@ class PipelineExecutable:
             sent = [
                 tuple(
                     made[g.output] if g.output is not None
-                    else residents[g.var] if g.place is None
-                    else values[g.place[0]][g.place[1]]
+                    else residents[g.var] if g.spot is None
+                    else values[g.spot[0]][g.spot[1]]
                     for g in give
                 )
                 for give in gives
@@ -513,9 +513,13 @@ class PipelineExecutable:
         return working_bytes(task) if found is None else found.temp_size_in_bytes
 
     def audit(self) -> Audit:
-        """Compare the collectives in the compiled HLO of every task of this process with the plan's."""
+        """Compare the collectives in the compiled HLO of every task of this process with the plan's, and the bytes that
+        the calls so far have sent from mesh to mesh."""
         whole = audit_all([e.audit() for e in self._task_executables()])
-        return replace(whole, where=f"process {self.places.me}") if self.places.are_several else whole
+        ways = [w for w in self._ways if w is not None]
+        where = f"process {self.places.me}" if self.places.are_several else ""
+        crossed, planned = sum(w.sent for w in ways), sum(w.planned for w in ways)
+        return replace(whole, where=where, crossed=crossed, planned_crossed=planned)
 
 
 def _numbers(microbatches: int, mesh: Mesh) -> list[jax.Array]:
@@ -532,7 +536,7 @@ def _held(network: Network, steps: Mapping[Any, StepValues]) -> dict[int, set[in
         kept = {i for _, i, _ in values.kept if i is not None}
         for (channel, _), give in zip(step.gives, values.gives, strict=True):
             found.setdefault(channel, set()).update(
-                k for k, g in enumerate(give) if g.output in kept or (g.output is None and g.place is None)
+                k for k, g in enumerate(give) if g.output in kept or (g.output is None and g.spot is None)
             )
     return found
 

@@ -6,9 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 import shardc
 from shardc import S
+from tests.pipeline.pipelines import batch, check, layers, training
+from tests.pipeline.pipelines import loss as loss_of_chain
 
 
 def loss(params, x):
@@ -98,3 +101,43 @@ def test_stages_are_rewritten_as_whole_programs_are(name, recompute):
     taken = {t.taken for p in plans for t in p.trials if t.name == rewrite}
     assert taken and (True in taken) == any(rewrite in dict(p.program.passed) for p in plans)
     assert most is None or sum(c.bytes for c in exe.plan.collectives) < most
+
+
+# meshes that are unlike
+
+ROWS = {"params": {}, "batch": {"data": S(0)}}
+MODEL = {"params": [{"w": {"model": S(1)}, "b": {"model": S(0)}} for _ in range(2)], "batch": {"data": S(0)}}
+AXES = "data", "model"
+
+
+def mesh_of(numbers, *sizes):
+    devices = np.array(jax.devices())[np.array(numbers)]
+    return Mesh(devices.reshape(sizes), AXES[: len(sizes)])
+
+
+UNLIKE = {
+    "4 -> 2": ([mesh_of(range(4), 4), mesh_of((4, 5), 2)], ROWS, 16),
+    "2 -> 4": ([mesh_of((4, 5), 2), mesh_of(range(4), 4)], ROWS, 16),
+    "2x2 -> 4": ([mesh_of(range(4), 2, 2), mesh_of(range(4, 8), 4, 1)], MODEL, 8),
+    "4 -> 2x2": ([mesh_of(range(4), 1, 4), mesh_of(range(4, 8), 2, 2)], MODEL, 8),
+    "other order": ([mesh_of(range(4), 4), mesh_of((7, 5, 6, 4), 4)], ROWS, 16),
+    "uneven": ([mesh_of(range(4), 4), mesh_of((4, 5, 6), 3)], ROWS, 10),
+    "one -> 3": ([mesh_of((0,), 1), mesh_of((4, 5, 6), 3)], ROWS, 14),
+}
+"""Meshes of two ranks, placements, rows."""
+
+
+@pytest.mark.usefixtures("compiled_fast")
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("name", UNLIKE)
+def test_stages_on_meshes_that_are_unlike(name):
+    """As on one device, and what the ways have sent is what the plan lists."""
+    meshes, places, rows = UNLIKE[name]
+    pipeline = shardc.Pipeline(meshes=meshes)
+    args = layers(2, 8), batch(rows, 8)
+    f = check(training(loss_of_chain, 2), args, None, tolerance=1e-5, pipeline=pipeline, in_placements=places)
+    plan = f.plan(*args)
+    forward, *_ = [t for t in plan.transfers if (t.source, t.count) == (0, 2)]
+    assert forward.border_bytes >= rows * 8 * 4
+    assert forward.border_bytes >= forward.device_bytes >= forward.border_bytes / 4
+    assert "to other meshes" in plan.explain()
