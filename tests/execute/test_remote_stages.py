@@ -40,7 +40,10 @@ me = current().me
 WAITS = """
 params, loss = f(params, x)
 print("loss", float(loss), flush=True)
-assert str(f.compile(params, x).audit()).startswith(f"audit of process {me}: planned = found")
+found = f.compile(params, x).audit()
+assert str(found).startswith(f"audit of process {me}: planned = found") and str(found).endswith("as planned"), found
+listed = [t.border_bytes for t in f.plan(params, x).transfers if t.source == me]
+assert found.crossed == found.planned_crossed == sum(listed), (found, listed)
 if me == 1:
     time.sleep(5)
 params, loss = f(params, x)

@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 
 import shardc
 from shardc import S
+from shardc.machine.mesh import border
 from tests.pipeline.pipelines import batch, check, layers, training
 from tests.pipeline.pipelines import loss as loss_of_chain
 
@@ -141,3 +142,16 @@ def test_stages_on_meshes_that_are_unlike(name):
     assert forward.border_bytes >= rows * 8 * 4
     assert forward.border_bytes >= forward.device_bytes >= forward.border_bytes / 4
     assert "to other meshes" in plan.explain()
+
+
+def test_rows_cross_once_between_unlike_meshes():
+    """The later stage knows where the other one has its end, whether it sends or takes."""
+    args = [{"w": jnp.ones((128, 128)), "b": jnp.ones(128)}] * 2, jnp.ones((2048, 128))
+    places = {"params": {}, "x": {"data": S(0)}}
+    for sizes in ((4, 2), (2, 4)):
+        meshes = [shardc.make_mesh(topology="h100", data=n) for n in sizes]
+        plan = shardc.function(step, in_placements=places, pipeline=shardc.Pipeline(meshes=meshes)).plan(*args)
+        whole = 2048 * 128 * 4
+        assert [(t.source, t.target, t.border_bytes) for t in plan.transfers] == [(0, 1, whole), (1, 0, whole)]
+        link = border(*meshes)
+        assert all(t.seconds == link.latency + t.device_bytes / 8 / link.bandwidth for t in plan.transfers)
