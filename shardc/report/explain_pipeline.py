@@ -293,10 +293,12 @@ def _transfers(plan: MpmdPlan) -> Section:
             if size:
                 made = f"within stage {stage}, {when} {t.source} -> {t.target}"
                 rows.append((str(stage), t.value, str(t.count), bytes_text(size // t.count), "", made))
-    whole, crosses = bytes_text(sum(t.bytes for t in plan.transfers)), sum(t.border_bytes for t in plan.transfers)
+    whole, crosses = (
+        bytes_text(sum(sizes)) for sizes in zip(*((t.bytes, t.border_bytes) for t in plan.transfers), strict=True)
+    )
     title = (
-        f"Transfers between stages, {whole} a call: bytes that a device sends, and time, of one execution; all devices "
-        f"together send {bytes_text(crosses)} to other meshes"
+        f"Transfers between stages, {whole} a call, {crosses} of all devices together: bytes that a device sends, and "
+        "time, of one execution"
     )
     return Section(title, ("stages", "value", ">times each", ">bytes", ">time", "made by"), rows)
 

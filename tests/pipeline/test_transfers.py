@@ -11,7 +11,9 @@ from jax.sharding import Mesh
 import shardc
 from shardc import S
 from shardc.machine.mesh import border
-from tests.pipeline.pipelines import batch, check, layers, training
+from shardc.machine.topology import DeviceLink
+from shardc.pipeline import plan as plans
+from tests.pipeline.pipelines import batch, check, dense, error, layers, training
 from tests.pipeline.pipelines import loss as loss_of_chain
 
 
@@ -141,7 +143,28 @@ def test_stages_on_meshes_that_are_unlike(name):
     forward, *_ = [t for t in plan.transfers if (t.source, t.count) == (0, 2)]
     assert forward.border_bytes >= rows * 8 * 4
     assert forward.border_bytes >= forward.device_bytes >= forward.border_bytes / 4
-    assert "to other meshes" in plan.explain()
+    assert "of all devices together" in plan.explain()
+
+
+def whole_between(params, batch):
+    x = shardc.stage_boundary(shardc.constrain(dense(params[0], batch["x"]), {}))
+    return error(dense(params[1], shardc.constrain(x, {})), batch)
+
+
+@pytest.mark.usefixtures("compiled_fast")
+def test_over_a_slow_border_a_value_crosses_in_pieces_and_is_gathered(monkeypatch):
+    """What the boxings on either side send is in the plan, and in its text."""
+    monkeypatch.setattr(plans, "border", lambda *_: DeviceLink(1e6, 1e-6))
+    meshes, places, rows = UNLIKE["4 -> 2"]
+    args = layers(2, 8), batch(rows, 8)
+    pipeline = shardc.Pipeline(meshes=meshes)
+    f = check(training(whole_between, 2), args, None, tolerance=1e-5, pipeline=pipeline, in_placements=places)
+    plan = f.plan(*args)
+    (there,) = [t for t in plan.transfers if t.after and (t.source, t.target) == (0, 1)]
+    assert there.border_bytes == rows * 8 * 4 and there.after == there.border_bytes / 2
+    assert "within stage 1, after it has crossed 0 -> 1" in plan.explain()
+    listed = sum(t.bytes + t.before for t in plan.transfers if t.source == 0)
+    assert plan.known_bytes >= listed
 
 
 def test_rows_cross_once_between_unlike_meshes():

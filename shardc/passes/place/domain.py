@@ -200,10 +200,12 @@ class Domains(ValueTables):
             memory += some
         if n.kind != "operation":
             cost = (0.0 if n.kind == "hold" else CARRIED) * memory / self.mesh.topology.memory_rate
-            if (far := far_end(n.eqn)) is not None:
-                cost = cost + n.weight * self._from_afar(n, far, tables, rows)
-            elif n.eqn is not None and is_transfer(n.eqn):  # its pieces are sent from mesh to mesh as they are
-                cost = cost + n.weight * memory / len(held) / self.mesh.topology.link.bandwidth
+            if n.eqn is not None and is_transfer(n.eqn):
+                far = far_end(n.eqn)
+                sent = (
+                    memory / len(held) / self.mesh.topology.link.bandwidth
+                )  # pieces, sent from mesh to mesh as they are
+                cost = cost + n.weight * (sent if far is None else self._from_afar(n, far, tables, rows))
             return cost
         if n.rule is not None and n.rule.is_heavy:
             flops = np.full(len(options), n.rule.flops)
