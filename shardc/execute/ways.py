@@ -539,7 +539,7 @@ def _joined(way: Way, cuts: Sequence[_Cut], slots: Any, device: Any) -> Any:
     """The block of a device, of its parcels."""
     if len(cuts) == 1 and (dim := _row_of(cuts[0], way.block)) is not None:
         order = sorted(range(len(cuts[0].join)), key=lambda k: cuts[0].join[k][0] or ())
-        parcels = list(slots)
+        parcels = [next(slots) for _ in cuts[0].join]
         return lax.concatenate([parcels[k] for k in order], dim).astype(way.given.words[1])
     block = jax.numpy.zeros(way.block, way.moved_dtype)
     for of in cuts:
