@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from shardc.arrays.place import place_of
-from shardc.arrays.placed import StackedArray, is_placed
+from shardc.arrays.placed import PlacedArray, StackedArray, is_placed
 from shardc.arrays.remote_array import RemoteArray
 from shardc.errors import ClusterError, MeshError, PipelineError
 from shardc.execute.ways import Way, Ways
@@ -81,8 +81,7 @@ def mover(old: Mesh, new: Mesh) -> Callable[[Any], Any]:
     def moved_leaf(x: Any) -> Any:
         if isinstance(x, StackedArray):
             return StackedArray([moved_leaf(p) for p in x.pieces])
-        given = place_of(x)
-        if given.mesh != old:
+        if not isinstance(x, jax.Array) or (given := place_of(x)).mesh != old:
             return x
         return _moved(x, Ways([Way(given, replace(given, mesh=new), link)], bool(settings()[0])))
 
@@ -103,7 +102,8 @@ def _moved(x: Any, ways: Ways) -> Any:
         arrived = _exchanged(values, ways, givers, takers)
     if me() not in takers:
         return RemoteArray(way.taken.aval, way.taken.at, way.taken.device_mesh)
-    return way.taken.leave(*ways.arrive(arrived))
+    (there,) = ways.arrive(arrived)
+    return PlacedArray(there, x.shape, way.taken.at, way.taken.device_mesh) if is_placed(x) else there
 
 
 def _exchanged(values: Sequence[Any], ways: Ways, givers: Sequence[int], takers: Sequence[int]) -> tuple[Any, ...]:

@@ -198,7 +198,8 @@ class PipelineExecutable:
             with ThreadPoolExecutor(2) as pool:
                 list(pool.map(lambda e: e.compiled, executables))
         tokens = {s.label: [None] * len(s.gives) for row in plan.network.actors for s in row}
-        window = max(1, IN_FLIGHT // plan.schedule.ranks)
+        programs = 3 if any(w is not None and w.boxes for w in self._ways) else 1  # a step's own, before and after it
+        window = max(1, IN_FLIGHT // plan.schedule.ranks // programs)
         executor = Executor(
             plan.network,
             lambda label: self._task(label, steps.get(label), tokens[label]),

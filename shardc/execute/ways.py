@@ -254,6 +254,11 @@ class Ways:
     def is_here(self) -> bool:
         return all(w.is_here for w in self.ways)
 
+    @property
+    def boxes(self) -> bool:
+        """Whether collectives run on either side of the border."""
+        return any(w.plan.boxing_bytes for w in self.ways if not w.stays)
+
     @cached_property
     def _digest(self) -> bytes:
         text = "; ".join(f"{w.plan.shape} {w.plan.itemsize} {w.plan.parcels}" for w in self.ways)
