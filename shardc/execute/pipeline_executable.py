@@ -27,8 +27,8 @@ from shardc.execute.process_group import group_of_run
 from shardc.execute.rank_processes import RankProcesses
 from shardc.execute.recording import Recording
 from shardc.execute.remote_stages import RemoteStages, lives_on
-from shardc.execute.stage_io import PiecedArrays
-from shardc.execute.ways import Way, Ways
+from shardc.execute.stage_io import PiecedArrays, channel_ways
+from shardc.execute.ways import Ways
 from shardc.ir.host_callback import CALLBACKS
 from shardc.ir.walk import all_eqns
 from shardc.machine.mesh import AnyMesh, note_stages
@@ -46,7 +46,7 @@ from shardc.pipeline.stage_network import done_label
 from shardc.pipeline.step_values import StepValues, step_values
 from shardc.plan.borders import Border
 from shardc.report.chart import Chart, measured_chart
-from shardc.runtime.actor import Channel, Network
+from shardc.runtime.actor import Channel
 from shardc.runtime.executor import Executor, LaunchLimit, Task, Threads
 from shardc.runtime.worker import Transport
 
@@ -226,29 +226,14 @@ class PipelineExecutable:
     @cached_property
     def _ways(self) -> list[Ways | None]:
         """The ways of the values of each channel; None for channels that carry nothing."""
-        plan, wide = self.plan, bool(settings()[0])
-        held = _held(plan.network, self._steps)
-        found: list[Ways | None] = []
-        for number, (channel, carried) in enumerate(zip(plan.network.channels, plan.built.channel_values, strict=True)):
-            if carried is None:
-                found.append(None)
-                continue
-            link, leaves = plan.border(carried.source, carried.target), self._leaves_process(channel)
-            found.append(Ways([
-                Way(given, taken, link, leaves and i in held.get(number, ()))
-                for i, (given, taken) in enumerate(plan.ends(carried))
-            ], wide))  # fmt: skip
-        return found
-
-    def _leaves_process(self, channel: Channel) -> bool:
-        return self.places.of_rank[channel.source] != self.places.of_rank[channel.target]
+        return channel_ways(self.plan, self.places, self._steps)
 
     def _transport(self, channel: Channel) -> Transport:
         """The function that moves a message of a channel within this process, or readies it for a link."""
         ways = self._ways[next(i for i, c in enumerate(self.plan.network.channels) if c is channel)]
         if ways is None or ways.stay or not self.places.is_here(channel.source):
             return _stay
-        if self._leaves_process(channel):
+        if self.places.are_apart(channel.source, channel.target):
             return ways.leave
         if not ways.is_here:
             raise MeshError(
@@ -527,19 +512,6 @@ def _numbers(microbatches: int, mesh: Mesh) -> list[jax.Array]:
     """The numbers of the microbatches as arrays on a mesh."""
     whole = NamedSharding(mesh, jax.sharding.PartitionSpec())
     return [jax.device_put(np.int32(j), whole) for j in range(microbatches)]
-
-
-def _held(network: Network, steps: Mapping[Any, StepValues]) -> dict[int, set[int]]:
-    """For each channel the numbers of the values that a later step may overwrite: its sender keeps them too."""
-    found: dict[int, set[int]] = {}
-    for step in (s for row in network.actors for s in row if s.label in steps):
-        values = steps[step.label]
-        kept = {i for _, i, _ in values.kept if i is not None}
-        for (channel, _), give in zip(step.gives, values.gives, strict=True):
-            found.setdefault(channel, set()).update(
-                k for k, g in enumerate(give) if g.output in kept or (g.output is None and g.spot is None)
-            )
-    return found
 
 
 def _stay(values: Any) -> Any:

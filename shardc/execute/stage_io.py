@@ -1,8 +1,8 @@
-"""Conversion of a pipeline's arguments to the arrays of its stages, and of these to its results."""
+"""Conversion of a pipeline's arguments to the arrays of its stages, of these to its results, and the ways between."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -12,8 +12,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardc.arrays.place import Place
 from shardc.arrays.placed import PlacedArray, StackedArray, is_placed
+from shardc.execute.rank_processes import RankProcesses
+from shardc.execute.ways import Way, Ways
 from shardc.machine.devices import processes_of
+from shardc.passes.trace.trace import settings
 from shardc.pipeline.cut_search.split_scans import Piece
+from shardc.pipeline.plan import MpmdPlan
+from shardc.pipeline.step_values import StepValues
+from shardc.runtime.actor import Network
 from shardc.sbp.layout import physical_spec
 
 
@@ -87,20 +93,53 @@ class PiecedArrays:
         for piece, place in zip(pieces, places, strict=True):
             found.setdefault(piece.number, []).append(place)
         stacked = {p.number for p in pieces if p.rows is not None}
-        self._ways = [StackedStageArray(b, mesh, axis) if n in stacked else b[0] for n, b in found.items()]
+        self._ends = [StackedStageArray(b, mesh, axis) if n in stacked else b[0] for n, b in found.items()]
 
     def split(self, arrays: Sequence[Any]) -> list[Any]:
         """The pieces of logical arrays, each in a form that its stage takes."""
         return [
             part
-            for x, way in zip(arrays, self._ways, strict=True)
-            for part in (way.enter(x) if isinstance(way, StackedStageArray) else (x,))
+            for x, end in zip(arrays, self._ends, strict=True)
+            for part in (end.enter(x) if isinstance(end, StackedStageArray) else (x,))
         ]
 
     def assemble(self, pieces: Sequence[jax.Array]) -> list[jax.Array | PlacedArray]:
         """The logical arrays of physical pieces."""
         left = iter(pieces)
         return [
-            way.leave([next(left) for _ in way.pieces]) if isinstance(way, StackedStageArray) else way.leave(next(left))
-            for way in self._ways
+            end.leave([next(left) for _ in end.pieces]) if isinstance(end, StackedStageArray) else end.leave(next(left))
+            for end in self._ends
         ]
+
+
+def channel_ways(plan: MpmdPlan, places: RankProcesses, steps: Mapping[Any, StepValues]) -> list[Ways | None]:
+    """The ways of the values of each channel; None for channels that carry nothing.
+
+    Args:
+      plan: the plan.
+      places: which process runs which rank.
+      steps: what each step of an actor takes and gives, by its label.
+    """
+    held, wide = _held(plan.network, steps), bool(settings()[0])
+    found: list[Ways | None] = []
+    for number, (channel, carried) in enumerate(zip(plan.network.channels, plan.built.channel_values, strict=True)):
+        if carried is None:
+            found.append(None)
+            continue
+        link, ends = plan.border(carried.source, carried.target), enumerate(plan.ends(carried))
+        copied = held.get(number, set()) if places.are_apart(channel.source, channel.target) else set()
+        found.append(Ways([Way(given, taken, link, i in copied) for i, (given, taken) in ends], wide))
+    return found
+
+
+def _held(network: Network, steps: Mapping[Any, StepValues]) -> dict[int, set[int]]:
+    """For each channel the numbers of the values that a later step may overwrite: its sender keeps them too."""
+    found: dict[int, set[int]] = {}
+    for step in (s for row in network.actors for s in row if s.label in steps):
+        values = steps[step.label]
+        kept = {i for _, i, _ in values.kept if i is not None}
+        for (channel, _), give in zip(step.gives, values.gives, strict=True):
+            found.setdefault(channel, set()).update(
+                k for k, g in enumerate(give) if g.output in kept or (g.output is None and g.spot is None)
+            )
+    return found

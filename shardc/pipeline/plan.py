@@ -220,19 +220,15 @@ class MpmdPlan:
         return tuple(found)
 
     def _transfer(self, source: int, target: int, given: Place, taken: Place, count: int, line: str) -> Transfer:
-        size, link = (
-            math.prod(local_shape(given.shape, given.at, given.sizes)) * itemsize_of(given.aval),
-            self.border(source, target),
-        )
-        way = None if self.stages[source].rank == self.stages[target].rank else given.way_to(taken, link)
-        priced = size if way is None or self.pipeline.meshes is None else way.device_bytes
-        crosses = (
-            (0, 0, 0, 0) if way is None else (way.border_bytes, way.device_bytes, way.before.bytes, way.after.bytes)
-        )
-        return Transfer(
-            source, target, size * count, count, line, short_aval(given.aval), link.latency + priced / link.bandwidth,
-            *(n * count for n in crosses),
-        )  # fmt: skip
+        link, value = self.border(source, target), short_aval(given.aval)
+        size = priced = math.prod(local_shape(given.shape, given.at, given.sizes)) * itemsize_of(given.aval)
+        crosses = (0, 0, 0, 0)
+        if self.stages[source].rank != self.stages[target].rank:
+            way = given.way_to(taken, link)
+            crosses = way.border_bytes, way.device_bytes, way.before.bytes, way.after.bytes
+            priced = size if self.pipeline.meshes is None else way.device_bytes
+        seconds = link.latency + priced / link.bandwidth
+        return Transfer(source, target, size * count, count, line, value, seconds, *(n * count for n in crosses))
 
     def _place(self, stage: int, aval: Any, placement: Placement) -> Place:
         return Place(aval, self.request.meshes[self.stages[stage].rank], placement)
