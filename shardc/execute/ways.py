@@ -302,8 +302,8 @@ class Ways:
         return [i for i, w in enumerate(self.ways) if not (w.stays or w.given.on_host or w.taken.on_host)]
 
     @cached_property
-    def _cross(self) -> Crossing:
-        return Crossing([self.ways[i] for i in self._crossing])
+    def _cross(self) -> _Crossing:
+        return _Crossing([self.ways[i] for i in self._crossing])
 
     @cached_property
     def finishes(self) -> bool:
@@ -401,7 +401,7 @@ def _start(box: Index, inside: Index) -> Local:
     return tuple(a - c for (a, _), (c, _) in zip(box, inside, strict=True))
 
 
-class Crossing:
+class _Crossing:
     """Carries values from one mesh to another within this process: one program cuts all parcels, each is copied once,
     and one program joins them. Parcels that are whole blocks need no cut, or no join; values whose blocks go from each
     device to the one of its number are copied as they are.
