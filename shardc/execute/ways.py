@@ -17,6 +17,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from threading import Lock
 from typing import Any, TypeAlias
 
 import jax
@@ -225,25 +226,27 @@ class Ways:
     def __init__(self, ways: Sequence[Way], wide: bool) -> None:
         self.ways, self._wide = tuple(ways), wide
         self._counts: dict[int, tuple[int, int]] = {}  # of each process that takes: messages and bytes
+        self._counting = Lock()  # a link's thread packs too
 
     @property
     def sent(self) -> int:
         """Bytes that have crossed the border from this process."""
-        return sum(size for _, size in self._counts.values())
+        return sum(size for _, size in list(self._counts.values()))
 
     @property
     def planned(self) -> int:
         """Bytes that the messages sent from this process have by the plan."""
         found = 0
-        for peer, (number, _) in self._counts.items():
+        for peer, (number, _) in list(self._counts.items()):
             ways = (self.ways[i] for i in self._crossing) if peer == me() else self.ways
             parcels = (p.elements * w.plan.itemsize for w in ways if not w.stays for p in w.parcels_to(peer))
             found += number * sum(parcels)
         return found
 
     def _count(self, peer: int, size: int) -> None:
-        number, before = self._counts.get(peer, (0, 0))
-        self._counts[peer] = number + 1, before + size
+        with self._counting:
+            number, before = self._counts.get(peer, (0, 0))
+            self._counts[peer] = number + 1, before + size
 
     @property
     def stay(self) -> bool:
