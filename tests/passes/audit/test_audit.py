@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as PS
 
 from shardc.ir.collective import Collective
-from shardc.passes.audit.audit import audit
+from shardc.passes.audit.audit import audit, audit_all
 
 MESH = {"a": 2, "b": 4}
 X = {"x": 8}
@@ -300,7 +300,7 @@ def test_unknown_kinds_are_surprises():
 
 
 def test_bytes_between_meshes_are_compared():
-    found = replace(audit([], "", MESH), crossed=2048, planned_crossed=2048)
+    found = replace(audit_all([]), crossed=2048, planned_crossed=2048)
     assert found.ok and str(found).endswith("; 2.0 KiB sent from mesh to mesh, as planned")
     found = replace(found, planned_crossed=1024)
     assert not found.ok and str(found).endswith("; 2.0 KiB sent from mesh to mesh, 1.0 KiB planned")
