@@ -64,7 +64,6 @@ from shardc.report.plan_warnings import warnings_of
 from shardc.sbp.placement import AUTO, Pin, Placement
 
 if TYPE_CHECKING:
-    from shardc.calls.remap import Move
     from shardc.execute.pipeline_executable import PipelineExecutable
     from shardc.pipelines import CompiledPipeline, PipelinePlan
 
@@ -482,7 +481,7 @@ class Function:
     def _says(self, offenders: Sequence[str]) -> str:
         return all_offenders(f"{self._arguments.where}, mesh {self._view}:", offenders)
 
-    def remap(self, rank: int, mesh: Mesh) -> Move:
+    def remap(self, rank: int, mesh: Mesh) -> Callable[[Any], Any]:
         """Maps one rank of a pipeline onto other devices, of this process or of another one.
 
         Its stages are compiled again; the executables of the other ranks are kept, and nothing is planned anew. If the
@@ -500,7 +499,7 @@ class Function:
           PipelineError: this is no pipeline, or has no such rank.
           MeshError: the mesh has other axes, or devices of another rank.
         """
-        from shardc.calls.remap import Move, checked_rank, whole_mesh
+        from shardc.calls.remap import checked_rank, mover, whole_mesh
 
         where = self._arguments.where
         old, new = checked_rank(rank, mesh, self._ranks, where)
@@ -525,7 +524,7 @@ class Function:
         self._executables = {(id(e.plan), as_it_is_set(self.mesh)): e for e in made.values()}
         self._cached_calls = CallCache(self._arguments)
         self._moved_from.append(old)
-        return Move(old, new)
+        return mover(old, new)
 
     # -- for `shardc.tune` and the command line
 

@@ -33,7 +33,6 @@ COVERED: Final[Mapping[str, str]] = {
     "execute/name_nan.py": "whole/test_own_errors.py",
     "execute/process_group.py": "processes/test_agreements.py",
     "execute/recording.py": "processes/test_pipelines.py",
-    "execute/stage_edges.py": "pipeline/test_results.py",
     "passes/lower/lower.py": "whole/test_parity.py",
     "runtime/transport/connection.py": "runtime/transport/test_link.py",
     "runtime/worker.py": "runtime/test_executor.py",

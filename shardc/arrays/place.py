@@ -29,10 +29,11 @@ from shardc.arrays.placed import (
 )
 from shardc.machine.devices import me, process_of
 from shardc.machine.mesh import AnyMesh, MeshView, view
+from shardc.machine.topology import DeviceLink
 from shardc.sbp.layout import is_plain, physical_shape, physical_spec, to_logical
 from shardc.sbp.placement import AxisSizes, Placement, local_shape
 from shardc.sbp.signature import is_extended
-from shardc.sbp.way import Index, boxes
+from shardc.sbp.way import Index, WayPlan, boxes, plan_way
 
 Pieces: TypeAlias = Mapping[Index, NDArray[Any]]
 """Boxes of a logical array, with their elements; of random keys their words, in one more dimension."""
@@ -76,7 +77,7 @@ class Place:
         """The placement; of a place on the host, that of one device."""
         return Placement() if self.on_host or self.placement is None else self.placement
 
-    @property
+    @cached_property
     def view(self) -> MeshView | None:
         """The planner's view of the mesh; None for the host."""
         return None if self.on_host or self.mesh is None else view(self.mesh)
@@ -85,6 +86,12 @@ class Place:
     def sizes(self) -> AxisSizes:
         return {} if self.on_host or self.mesh is None else dict(self.mesh.shape)
 
+    @property
+    def device_mesh(self) -> Mesh:
+        """The mesh, which has devices."""
+        assert isinstance(self.mesh, Mesh)
+        return self.mesh
+
     @cached_property
     def devices(self) -> list[Any]:
         """The devices, in the order of the mesh; none on the host."""
@@ -92,12 +99,24 @@ class Place:
 
     @cached_property
     def processes(self) -> tuple[int | None, ...]:
-        """The process of each device, in the order of the mesh; of the host its process."""
+        """The process of each device, in the order of the mesh; of the host its process. None: it is not known."""
         if self.on_host:
             return (self.process,)
         if not isinstance(self.mesh, Mesh):  # only planned
             return (None,) * (0 if self.mesh is None else self.mesh.size)
         return tuple(map(process_of, self.devices))
+
+    def is_beside(self, other: Place) -> bool:
+        """Whether the devices of equal number of both places share a process and hold the same elements."""
+        return self.processes == other.processes and self.sizes == other.sizes and self.at == other.at
+
+    def way_to(self, other: Place, link: DeviceLink | None) -> WayPlan:
+        """The plan of the way to another place over this border, or on one mesh (None); all processes make the same
+        one."""
+        shape, itemsize = (*self.shape, *self.words[0]), int(self.words[1].itemsize)
+        known = {*self.processes, *other.processes} - {None}
+        together = None if link is None or len(known) < 2 or self.is_beside(other) else other.processes
+        return plan_way(shape, itemsize, self.at, self.view, other.at, other.view, link, together)
 
     @cached_property
     def is_plain(self) -> bool:
@@ -107,8 +126,7 @@ class Place:
     @cached_property
     def sharding(self) -> NamedSharding:
         """The sharding of the physical array, on a mesh with devices."""
-        assert isinstance(self.mesh, Mesh)
-        return NamedSharding(self.mesh, physical_spec(self.at))
+        return NamedSharding(self.device_mesh, physical_spec(self.at))
 
     @property
     def plain_sharding(self) -> NamedSharding | None:
@@ -211,8 +229,7 @@ class Place:
         """The array that a physical array here stands for."""
         if self.is_plain or is_placed(x):
             return x
-        assert isinstance(self.mesh, Mesh)
-        return PlacedArray(x, self.shape, self.at, self.mesh)
+        return PlacedArray(x, self.shape, self.at, self.device_mesh)
 
     def value(self, x: jax.Array) -> Any:
         """The logical value of a physical array, on the host as `made_of` gives it."""

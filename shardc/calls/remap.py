@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh
 
+from shardc.arrays.place import place_of
 from shardc.arrays.placed import PlacedArray, StackedArray, is_placed
 from shardc.arrays.remote_array import RemoteArray
 from shardc.errors import ClusterError, MeshError, PipelineError
-from shardc.execute.stage_codec import StageEdge
-from shardc.execute.stage_io import StageArray
+from shardc.execute.ways import Way, Ways
 from shardc.machine.devices import me, processes_of
-from shardc.machine.mesh import AnyMesh, auto_mesh
+from shardc.machine.mesh import AnyMesh, auto_mesh, border
+from shardc.passes.trace.trace import settings
 from shardc.runtime.cluster import current
-from shardc.sbp.placement import Placement
+from shardc.runtime.transport.link import Packed
 
 
 def checked_rank(rank: Any, mesh: Any, ranks: Sequence[AnyMesh] | None, where: str) -> tuple[Mesh, Mesh]:
@@ -69,58 +71,59 @@ def whole_mesh(mesh: AnyMesh, axis: str, ranks: Sequence[Any]) -> Mesh:
     return Mesh(devices, mesh.axis_names, (AxisType.Auto,) * len(mesh.axis_names))
 
 
-class Move:
-    """Moves the arrays of a pytree from one mesh to another, which may be in another process.
+def mover(old: Mesh, new: Mesh) -> Callable[[Any], Any]:
+    """A function that moves the arrays of a pytree from one mesh to another, which may be in another process.
 
     If they are in several processes, all processes call it together. Arrays elsewhere stay as they are.
     """
+    link = border(old, new)
 
-    def __init__(self, old: Mesh, new: Mesh) -> None:
-        self.old, self.new = old, new
-
-    def __call__(self, tree: Any) -> Any:
-        leaves, structure = jax.tree.flatten(tree)
-        return jax.tree.unflatten(structure, list(map(self._leaf, leaves)))
-
-    def _leaf(self, x: Any) -> Any:
+    def moved_leaf(x: Any) -> Any:
         if isinstance(x, StackedArray):
-            return StackedArray([self._leaf(p) for p in x.pieces])
-        if is_placed(x):
-            return self._moved(x, x.placement) if x.mesh == self.old else x
-        if isinstance(x, jax.Array) and isinstance(x.sharding, NamedSharding) and x.sharding.mesh == self.old:
-            return self._moved(x, Placement.from_sharding(x.sharding))
-        return x
+            return StackedArray([moved_leaf(p) for p in x.pieces])
+        if not isinstance(x, jax.Array) or (given := place_of(x)).mesh != old:
+            return x
+        return _moved(x, Ways([Way(given, replace(given, mesh=new), link)], bool(settings()[0])))
 
-    def _moved(self, x: Any, placement: Placement) -> Any:
-        aval = x.aval
-        to = StageArray(tuple(aval.shape), placement, self.new)
-        givers, takers = processes_of(self.old.devices.flat), processes_of(self.new.devices.flat)
-        if givers == takers and len(givers) == 1:  # nobody sends
-            here = givers == [me()]
-            x = jax.device_put(x.physical if is_placed(x) else x, to.sharding) if here else x
-            return to.leave(x) if here else RemoteArray(aval, to.placement, self.new)
-        edge = StageEdge(StageArray(tuple(aval.shape), placement, self.old), to, aval)
-        pieces = self._exchange(x, edge, givers, takers)
-        return to.leave(edge.enter(pieces)) if me() in takers else RemoteArray(aval, to.placement, self.new)
+    def move(tree: Any) -> Any:
+        return jax.tree.map(moved_leaf, tree)
 
-    def _exchange(self, x: Any, edge: StageEdge, givers: Sequence[int], takers: Sequence[int]) -> dict[int, Any]:
-        """Send the pieces of an array to the processes that need them, and collect those for this one."""
-        cluster = current()
-        if cluster is None:
-            raise ClusterError("remap: the meshes are in several processes; start them with python -m shardc run.")
-        tag = f"remap {cluster.count('remap')}"
-        found: dict[int, Any] = {}
-        if me() in givers:
-            assert not isinstance(x, RemoteArray)
-            for peer in takers:
-                numbers, buffers = edge.pack(x.physical if isinstance(x, PlacedArray) else x, peer)
-                if peer == me():
-                    found |= dict(zip(numbers, buffers, strict=True))
-                else:
-                    cluster.link(peer).send_tagged(tag, (" ".join(map(str, numbers)).encode(), buffers))
-        if me() in takers:
-            for peer in givers:
-                if peer != me():
-                    about, buffers = cluster.receive_tagged(peer, tag, "for what remap moves")
-                    found |= dict(zip(map(int, about.split()), buffers, strict=True))
-        return found
+    return move
+
+
+def _moved(x: Any, ways: Ways) -> Any:
+    """An array at the place to which its way leads."""
+    (way,) = ways.ways
+    givers, takers = (sorted({p for p in at.processes if p is not None}) for at in (way.given, way.taken))
+    values: tuple[Any, ...] = () if isinstance(x, RemoteArray) else (x.physical if is_placed(x) else x,)
+    if ways.is_here:
+        arrived = ways.move(values) if me() in takers else ()
+    else:
+        arrived = _exchanged(values, ways, givers, takers)
+    if me() not in takers:
+        return RemoteArray(way.taken.aval, way.taken.at, way.taken.device_mesh)
+    (there,) = ways.arrive(arrived)
+    return PlacedArray(there, x.shape, way.taken.at, way.taken.device_mesh) if is_placed(x) else there
+
+
+def _exchanged(values: Sequence[Any], ways: Ways, givers: Sequence[int], takers: Sequence[int]) -> tuple[Any, ...]:
+    """Send the parts of a message to the processes that need them; what arrives in this one, if it is one of them."""
+    cluster = current()
+    if cluster is None:
+        raise ClusterError("remap: the meshes are in several processes; start them with python -m shardc run.")
+    tag = f"remap {cluster.count('remap')}"
+    parts: dict[int, Packed] = {}
+    if me() in givers:
+        left = ways.leave(values)
+        for peer in takers:
+            packed = ways.pack(peer, left)
+            if peer == me():
+                parts[peer] = packed
+            else:
+                cluster.link(peer).send_tagged(tag, packed)
+    if me() not in takers:
+        return ()
+    for peer in givers:
+        if peer != me():
+            parts[peer] = cluster.receive_tagged(peer, tag, "for what remap moves")
+    return ways.unpack(parts)

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cached_property
 from time import perf_counter
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import jax
 import numpy as np
@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from shardc import compat
 from shardc.arrays.gone import refuse_gone
+from shardc.arrays.place import Place, places
 from shardc.arrays.remote_array import Arrival, RemoteArray, is_remote, is_small
 from shardc.compat import Var
 from shardc.errors import MeshError, PeerLostError, PipelineError, PipelineTaskError, ShardcError
@@ -26,8 +27,8 @@ from shardc.execute.process_group import group_of_run
 from shardc.execute.rank_processes import RankProcesses
 from shardc.execute.recording import Recording
 from shardc.execute.remote_stages import RemoteStages, lives_on
-from shardc.execute.stage_edges import StageEdges
-from shardc.execute.stage_io import PiecedArrays, StageArray
+from shardc.execute.stage_io import PiecedArrays, channel_ways
+from shardc.execute.ways import Ways
 from shardc.ir.host_callback import CALLBACKS
 from shardc.ir.walk import all_eqns
 from shardc.machine.mesh import AnyMesh, note_stages
@@ -45,7 +46,11 @@ from shardc.pipeline.stage_network import done_label
 from shardc.pipeline.step_values import StepValues, step_values
 from shardc.plan.borders import Border
 from shardc.report.chart import Chart, measured_chart
+from shardc.runtime.actor import Channel
 from shardc.runtime.executor import Executor, LaunchLimit, Task, Threads
+from shardc.runtime.worker import Transport
+
+Runner: TypeAlias = Callable[[list[Any]], list[Any]]
 
 IN_FLIGHT: Final = 32
 """The most programs that are launched and not finished, on all meshes together: XLA:CPU's threads hang with more."""
@@ -61,9 +66,7 @@ class _StageState:
     def __init__(self, stage: Stage, mesh: Mesh, index: Sequence[jax.Array]) -> None:
         self.index = index
         self.residents: dict[Var, Any] = {}
-        program = stage.program.program
-        placed = zip(program.in_avals, stage.plan.inputs, strict=True)
-        self.stage_arrays = [StageArray(tuple(a.shape), p, mesh) for a, p in placed]
+        self.places = places(stage.program.program.in_avals, mesh, stage.plan.inputs)
 
 
 class _TimedTasks:
@@ -122,8 +125,9 @@ class PipelineExecutable:
         numbers = {m: _numbers(count, m) if m in here else [] for m in dict.fromkeys(self.meshes)}
         self._states = [_StageState(s, m, numbers[m]) for s, m in zip(plan.stages, self.meshes, strict=True)]
         pieces = plan.pieces
-        self._entry = self._pieced(pieces.inputs, self._stage_arrays(plan.in_borders))
-        self._exits = self._stage_arrays(plan.out_borders)
+        self._homes = self._places(plan.in_borders)  # each argument where it lives
+        self._entry = self._pieced(pieces.inputs, self._homes)
+        self._exits = self._places(plan.out_borders)
         self._exit = self._pieced(pieces.outputs, self._exits)
         known = known or {}
         self._executables: dict[TaskId, Executable] = {
@@ -139,14 +143,12 @@ class PipelineExecutable:
         self._executor: Executor | None = None
         self._remote: RemoteStages | None = None
 
-    def _stage_arrays(self, borders: Sequence[Border]) -> list[StageArray]:
-        return [StageArray(tuple(b.aval.shape), b.placement, self.meshes[b.stage]) for b in borders]
+    def _places(self, borders: Sequence[Border]) -> list[Place]:
+        return [Place(b.aval, self.meshes[b.stage], b.placement) for b in borders]
 
-    def _pieced(self, pieces: Sequence[Piece], stage_arrays: Sequence[StageArray]) -> PiecedArrays:
+    def _pieced(self, pieces: Sequence[Piece], at: Sequence[Place]) -> PiecedArrays:
         pipeline = self.plan.pipeline
-        return PiecedArrays(
-            pieces, stage_arrays, self.plan.whole_mesh, pipeline.axis if pipeline.meshes is None else None
-        )
+        return PiecedArrays(pieces, at, self.plan.whole_mesh, pipeline.axis if pipeline.meshes is None else None)
 
     def with_schedule(self, schedule: Any) -> PipelineExecutable:
         """The pipeline with its tasks in another order; compiled tasks are reused. See `PipelinePlan.with_schedule`."""
@@ -188,7 +190,7 @@ class PipelineExecutable:
         remote = None
         if self.agreement is not None:
             self.agreement.agree_on_plan()
-            remote = RemoteStages(plan, self._edges.between_processes(), bool(settings()[0]), self.places)
+            remote = RemoteStages(plan, self._ways, self.places)
         executables = self._task_executables()
         with line_if_long(f"compiling the {len(executables)} programs of {plan.program.name}"):
             for e in executables:  # in this thread, because JAX's settings are per thread
@@ -196,11 +198,12 @@ class PipelineExecutable:
             with ThreadPoolExecutor(2) as pool:
                 list(pool.map(lambda e: e.compiled, executables))
         tokens = {s.label: [None] * len(s.gives) for row in plan.network.actors for s in row}
-        window = max(1, IN_FLIGHT // plan.schedule.ranks)
+        programs = 3 if any(w is not None and w.boxes for w in self._ways) else 1  # a step's own, before and after it
+        window = max(1, IN_FLIGHT // plan.schedule.ranks // programs)
         executor = Executor(
             plan.network,
             lambda label: self._task(label, steps.get(label), tokens[label]),
-            transports=self._edges.transport,
+            transports=self._transport,
             limit=LaunchLimit(window, jax.block_until_ready, _is_ready),
             threads=Threads(plan.schedule.ranks if self._calls_back() else THREADS, plan.program.name),
             share=None if remote is None else remote.share,
@@ -218,9 +221,26 @@ class PipelineExecutable:
     def _steps(self) -> Mapping[Any, StepValues]:
         return step_values(self.plan.built, self.plan.stages)
 
+    # -- what moves
+
     @cached_property
-    def _edges(self) -> StageEdges:
-        return StageEdges(self.plan, self.meshes, self.places, self._steps)
+    def _ways(self) -> list[Ways | None]:
+        """The ways of the values of each channel; None for channels that carry nothing."""
+        return channel_ways(self.plan, self.places, self._steps)
+
+    def _transport(self, channel: Channel) -> Transport:
+        """The function that moves a message of a channel within this process, or readies it for a link."""
+        ways = self._ways[next(i for i, c in enumerate(self.plan.network.channels) if c is channel)]
+        if ways is None or ways.stay or not self.places.is_here(channel.source):
+            return _stay
+        if self.places.are_apart(channel.source, channel.target):
+            return ways.leave
+        if not ways.is_here:
+            raise MeshError(
+                f"{self.plan.program.name}: ranks {channel.source} and {channel.target} share their processes, and "
+                f"values of {channel.name} have other placements on either; give these ranks meshes of equal sizes."
+            )
+        return ways.move
 
     def _calls_back(self) -> bool:
         """Whether a task has callbacks. XLA:CPU runs it while it is launched, so each actor needs a thread."""
@@ -229,10 +249,19 @@ class PipelineExecutable:
 
     def _task(self, label: Any, step: StepValues | None, tokens: list[None]) -> Task:
         if step is not None:
-            return Task(self._runner(label, step), source=_lines_of(step.task))
+            return Task(self._runner(label, step, self._arriving[label]), source=_lines_of(step.task))
         return Task(lambda _: tokens, settled=label in map(done_label, range(self.plan.schedule.ranks)))
 
-    def _runner(self, label: Any, step: StepValues) -> Callable[[list[Any]], list[Any]]:
+    @cached_property
+    def _arriving(self) -> dict[Any, list[tuple[int, Ways]]]:
+        """For each step the messages that it finishes, and their ways."""
+        steps = (s for row in self.plan.network.actors for s in row)
+        return {
+            s.label: [(i, w) for i, (c, _) in enumerate(s.takes) if (w := self._ways[c]) is not None and w.finishes]
+            for s in steps
+        }
+
+    def _runner(self, label: Any, step: StepValues, arriving: Sequence[tuple[int, Ways]]) -> Runner:
         """The function that a step runs: it picks the task's inputs, launches it, and hands out its results."""
         state = self._states[step.task.id.stage]
         residents = state.residents
@@ -242,6 +271,8 @@ class PipelineExecutable:
         wide = bool(settings()[0])  # the actor's thread lacks this setting, and callbacks into Python read it
 
         def run(values: list[Any]) -> list[Any]:
+            for i, ways in arriving:
+                values[i] = ways.arrive(values[i])
             for v, (i, j) in incoming:
                 residents[v] = values[i][j]
             made: Sequence[Any] = ()
@@ -258,8 +289,8 @@ class PipelineExecutable:
             sent = [
                 tuple(
                     made[g.output] if g.output is not None
-                    else residents[g.var] if g.place is None
-                    else values[g.place[0]][g.place[1]]
+                    else residents[g.var] if g.spot is None
+                    else values[g.spot[0]][g.spot[1]]
                     for g in give
                 )
                 for give in gives
@@ -351,18 +382,13 @@ class PipelineExecutable:
             if not self.places.is_here(stage.rank):
                 continue
             names = stage.tasks.arguments
-            for v, i, stage_array in zip(names, stage.program.arguments, state.stage_arrays, strict=True):
-                key = i, stage_array.sharding
+            for v, i, place in zip(names, stage.program.arguments, state.places, strict=True):
+                key = i, place.sharding
                 if key not in entered:
                     if i not in near:
                         near[i] = self._near(parts[i], i, run)
-                    entered[key] = stage_array.enter(near[i])
+                    entered[key] = place.enter(near[i])
                 state.residents[v] = entered[key]
-
-    @cached_property
-    def _homes(self) -> list[StageArray]:
-        """Each argument where it lives."""
-        return self._stage_arrays(self.plan.in_borders)
 
     @cached_property
     def _shared(self) -> dict[int, list[int]]:
@@ -403,14 +429,14 @@ class PipelineExecutable:
         here = self.places.is_here(stage.rank)
         if compat.is_literal(v):
             value = Arrival(lambda: np.asarray(v.val))
-            return exit.enter(v.val) if here else RemoteArray(aval, exit.placement, exit.mesh, value)
+            return exit.enter(v.val) if here else RemoteArray(aval, exit.at, exit.device_mesh, value)
         if here:
             if remote is not None and is_small(aval):  # in all processes of the rank: fetching it may take them all
                 to = self._without(stage.rank) if self.places.speaks_for(stage.rank) else []
                 remote.send(run, i, exit.leave(state.residents[v]), to)
             return state.residents[v]
         assert remote is not None
-        return remote.arriving(run, i, aval, exit) if is_small(aval) else RemoteArray(aval, exit.placement, exit.mesh)
+        return remote.arriving(run, i, aval, exit) if is_small(aval) else RemoteArray(aval, exit.at, exit.device_mesh)
 
     def _without(self, rank: int) -> list[int]:
         """The processes that do not run a rank."""
@@ -473,15 +499,23 @@ class PipelineExecutable:
         return working_bytes(task) if found is None else found.temp_size_in_bytes
 
     def audit(self) -> Audit:
-        """Compare the collectives in the compiled HLO of every task of this process with the plan's."""
+        """Compare the collectives in the compiled HLO of every task of this process with the plan's, and the bytes that
+        the calls so far have sent from mesh to mesh."""
         whole = audit_all([e.audit() for e in self._task_executables()])
-        return replace(whole, where=f"process {self.places.me}") if self.places.are_several else whole
+        ways = [w for w in self._ways if w is not None]
+        where = f"process {self.places.me}" if self.places.are_several else ""
+        crossed, planned = sum(w.sent for w in ways), sum(w.planned for w in ways)
+        return replace(whole, where=where, crossed=crossed, planned_crossed=planned)
 
 
 def _numbers(microbatches: int, mesh: Mesh) -> list[jax.Array]:
     """The numbers of the microbatches as arrays on a mesh."""
     whole = NamedSharding(mesh, jax.sharding.PartitionSpec())
     return [jax.device_put(np.int32(j), whole) for j in range(microbatches)]
+
+
+def _stay(values: Any) -> Any:
+    return values
 
 
 def _lines_of(task: StageTask) -> str:

@@ -80,6 +80,10 @@ class RankProcesses:
         """Whether this process runs a rank."""
         return self.me in self.of_rank[rank]
 
+    def are_apart(self, a: int, b: int) -> bool:
+        """Whether other processes run one rank than the other."""
+        return self.of_rank[a] != self.of_rank[b]
+
     def speaks_for(self, rank: int) -> bool:
         """Whether this process is the first one that runs a rank: it sends what each of them could."""
         return self.me == self.of_rank[rank][0]

@@ -19,15 +19,14 @@ import numpy as np
 
 from shardc.arrays.fetch import of_words, words
 from shardc.arrays.pieces import pack_array, unpack_array
+from shardc.arrays.place import Place
 from shardc.arrays.placed import is_placed
 from shardc.arrays.remote_array import Arrival, RemoteArray
 from shardc.errors import ClusterError
 from shardc.execute.process_group import look_at_run
 from shardc.execute.rank_processes import RankProcesses
 from shardc.execute.remote_values import whole
-from shardc.execute.stage_codec import StageCodec, StageEdge
-from shardc.execute.stage_io import StageArray
-from shardc.machine.devices import processes_of
+from shardc.execute.ways import Ways, WaysCodec
 from shardc.pipeline.plan import MpmdPlan
 from shardc.runtime.cluster import Cluster, current
 from shardc.runtime.distributed_network import DistributedNetwork, Expected
@@ -43,12 +42,11 @@ class RemoteStages:
 
     Args:
       plan: the plan, equal in all processes.
-      edges: the values of each channel between processes.
-      wide: whether numbers of 64 bits are on.
+      ways: of each channel.
       places: which process runs which rank.
     """
 
-    def __init__(self, plan: MpmdPlan, edges: Sequence[Sequence[StageEdge]], wide: bool, places: RankProcesses) -> None:
+    def __init__(self, plan: MpmdPlan, ways: Sequence[Ways | None], places: RankProcesses) -> None:
         cluster, digest = current(), plan.digest
         if cluster is None:
             who = ", ".join(map(str, places.all))
@@ -61,7 +59,7 @@ class RemoteStages:
         self.epoch = cluster.epoch
         links = {p: cluster.link(p) for p in range(cluster.processes) if p != cluster.me}
         number = int.from_bytes(hashlib.sha256(f"{digest} {cluster.count(digest)}".encode()).digest()[:8])
-        self.network = DistributedNetwork(plan.network, number, places.of_rank, links, StageCodec(edges, wide))
+        self.network = DistributedNetwork(plan.network, number, places.of_rank, links, WaysCodec(ways))
         self._finalizer = weakref.finalize(self, close_network, self.network, cluster)
 
     @property
@@ -92,15 +90,15 @@ class RemoteStages:
         packed = _awaited(self.network.expect(run, number, peer), peer, self.cluster)
         return of_words(unpack_array(packed), aval.dtype)
 
-    def arriving(self, run: int, number: int, aval: Any, at: StageArray) -> RemoteArray:
+    def arriving(self, run: int, number: int, aval: Any, at: Place) -> RemoteArray:
         """An array of another process whose value is on its way."""
-        peer = processes_of(at.mesh.devices.flat)[0]
+        peer = min(p for p in at.processes if p is not None)
         expected, cluster = self.network.expect(run, number, peer), self.cluster
 
         def value() -> np.ndarray[Any, Any]:
             return of_words(unpack_array(_awaited(expected, peer, cluster)), aval.dtype)
 
-        return RemoteArray(aval, at.placement, at.mesh, Arrival(value, lambda: expected.is_there))
+        return RemoteArray(aval, at.at, at.device_mesh, Arrival(value, lambda: expected.is_there))
 
 
 def _awaited(expected: Expected, peer: int, cluster: Cluster) -> Packed:
@@ -129,8 +127,8 @@ def close_network(network: DistributedNetwork, cluster: Cluster) -> None:
     network.close()
 
 
-def lives_on(x: Any, stage: StageArray) -> bool:
-    """Whether an array lives on the mesh of a stage, and nowhere else."""
+def lives_on(x: Any, place: Place) -> bool:
+    """Whether an array lives on the mesh of a place, and nowhere else."""
     if is_placed(x):
-        return x.mesh == stage.mesh
-    return isinstance(x, jax.Array) and x.committed and x.sharding.device_set == set(stage.mesh.devices.flat)
+        return x.mesh == place.mesh
+    return isinstance(x, jax.Array) and x.committed and x.sharding.device_set == place.sharding.device_set

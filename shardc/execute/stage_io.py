@@ -1,8 +1,8 @@
-"""Conversion of a pipeline's arguments to the arrays of its stages, and of these to its results."""
+"""Conversion of a pipeline's arguments to the arrays of its stages, of these to its results, and the ways between."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -10,53 +10,17 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from shardc.arrays.placed import PlacedArray, StackedArray, handed_over, is_placed, narrow
+from shardc.arrays.place import Place
+from shardc.arrays.placed import PlacedArray, StackedArray, is_placed
+from shardc.execute.rank_processes import RankProcesses
+from shardc.execute.ways import Way, Ways
 from shardc.machine.devices import processes_of
+from shardc.passes.trace.trace import settings
 from shardc.pipeline.cut_search.split_scans import Piece
-from shardc.sbp.layout import is_plain, physical_spec, to_logical, to_physical
-from shardc.sbp.placement import Placement
-
-
-class StageArray:
-    """One array on a stage: converts a logical array to its physical one, and back."""
-
-    def __init__(self, shape: tuple[int, ...], placement: Placement, mesh: Mesh) -> None:
-        self.shape, self.placement, self.mesh = shape, placement.resolve(len(shape)), mesh
-        self.sizes = dict(mesh.shape)
-        self.plain = is_plain(shape, self.placement, self.sizes)
-        self.sharding = NamedSharding(mesh, physical_spec(self.placement))
-
-    def enter(self, x: Any) -> jax.Array:
-        """The physical array of an argument on this stage."""
-        if is_placed(x):
-            if not isinstance(x, StackedArray) and x.mesh == self.mesh and x.placement == self.placement:
-                return x.physical
-            x = np.asarray(x)
-        if getattr(x, "committed", False) and x.sharding == self.sharding and self.plain:
-            return x
-        if self.plain and (there := self._there(x)) is not None:
-            return there
-        if self.plain:
-            return jax.device_put(handed_over(x, self.mesh), self.sharding)
-        return jax.device_put(to_physical(narrow(np.asarray(x)), self.placement, self.sizes), self.sharding)
-
-    def _there(self, x: Any) -> jax.Array | None:
-        """The part of an array of a larger mesh on this stage's devices, if each of them holds its piece already."""
-        if not isinstance(x, jax.Array) or not x.committed or x.is_fully_addressable:
-            return None
-        theirs, ours = x.sharding.devices_indices_map(x.shape), self.sharding.devices_indices_map(x.shape)
-        if any(theirs.get(d) != at for d, at in ours.items()):
-            return None
-        held = {shard.device: shard.data for shard in x.addressable_shards}
-        pieces = [held[d] for d in self.sharding.addressable_devices_indices_map(x.shape)]
-        return jax.make_array_from_single_device_arrays(x.shape, self.sharding, pieces)
-
-    def value(self, x: jax.Array) -> np.ndarray:
-        """The logical value of a physical array, on the host."""
-        return to_logical(np.asarray(x), self.shape, self.placement, self.sizes)
-
-    def leave(self, x: jax.Array) -> jax.Array | PlacedArray:
-        return x if self.plain or is_placed(x) else PlacedArray(x, self.shape, self.placement, self.mesh)
+from shardc.pipeline.plan import MpmdPlan
+from shardc.pipeline.step_values import StepValues
+from shardc.runtime.actor import Network
+from shardc.sbp.layout import physical_spec
 
 
 class StackedStageArray:
@@ -71,14 +35,14 @@ class StackedStageArray:
         the order of the ranks.
     """
 
-    def __init__(self, pieces: Sequence[StageArray], mesh: Any, axis: str | None) -> None:
+    def __init__(self, pieces: Sequence[Place], mesh: Any, axis: str | None) -> None:
         self.pieces = tuple(pieces)
         self.rows = tuple(pairwise(accumulate((b.shape[0] for b in pieces), initial=0)))
         self.shape = (self.rows[-1][1], *pieces[0].shape[1:])
         self.sharding = self._sharding(mesh, axis)
         if self.sharding is not None:
             at = {d: i for i, d in enumerate(mesh.devices.flat)}
-            self._at = [[at[d] for d in b.mesh.devices.flat] for b in pieces]
+            self._at = [[at[d] for d in b.devices] for b in pieces]
 
     def _sharding(self, mesh: Any, axis: str | None) -> NamedSharding | None:
         first = self.pieces[0]
@@ -86,10 +50,10 @@ class StackedStageArray:
             return None
         ranks = np.moveaxis(mesh.devices, mesh.axis_names.index(axis), 0)
         ranks = ranks.reshape(len(ranks), -1).tolist()
-        alike = all(b.plain and (b.shape, b.placement) == (first.shape, first.placement) for b in self.pieces)
-        if not alike or [b.mesh.devices.ravel().tolist() for b in self.pieces] != ranks:
+        alike = all(b.is_plain and (b.shape, b.at) == (first.shape, first.at) for b in self.pieces)
+        if not alike or [list(b.devices) for b in self.pieces] != ranks:
             return None
-        rows, *rest = [*physical_spec(first.placement), None][: max(1, len(first.shape))]
+        rows, *rest = [*physical_spec(first.at), None][: max(1, len(first.shape))]
         inner = () if rows is None else rows if isinstance(rows, tuple) else (rows,)
         return NamedSharding(mesh, PartitionSpec((axis, *inner), *rest))
 
@@ -111,10 +75,8 @@ class StackedStageArray:
         if self.sharding is not None:
             shards = [shard.data for piece in pieces for shard in piece.addressable_shards]
             return jax.make_array_from_single_device_arrays(self.shape, self.sharding, shards)
-        stage_arrays = zip(pieces, self.pieces, strict=True)
-        return StackedArray(
-            [x if is_placed(x) else PlacedArray(x, b.shape, b.placement, b.mesh) for x, b in stage_arrays]
-        )
+        ends = zip(pieces, self.pieces, strict=True)
+        return StackedArray([x if is_placed(x) else PlacedArray(x, b.shape, b.at, b.device_mesh) for x, b in ends])
 
 
 class PiecedArrays:
@@ -122,31 +84,62 @@ class PiecedArrays:
 
     Args:
       pieces: for each piece the number of its array, and the rows that it has.
-      stage_arrays: for each piece its array on its stage.
+      places: for each piece where it is on its stage.
       mesh, axis: the whole mesh, and the axis along which the stages' meshes lie, if they lie along one.
     """
 
-    def __init__(
-        self, pieces: Sequence[Piece], stage_arrays: Sequence[StageArray], mesh: Any, axis: str | None
-    ) -> None:
-        found: dict[int, list[StageArray]] = {}
-        for piece, stage_array in zip(pieces, stage_arrays, strict=True):
-            found.setdefault(piece.number, []).append(stage_array)
+    def __init__(self, pieces: Sequence[Piece], places: Sequence[Place], mesh: Any, axis: str | None) -> None:
+        found: dict[int, list[Place]] = {}
+        for piece, place in zip(pieces, places, strict=True):
+            found.setdefault(piece.number, []).append(place)
         stacked = {p.number for p in pieces if p.rows is not None}
-        self._ways = [StackedStageArray(b, mesh, axis) if n in stacked else b[0] for n, b in found.items()]
+        self._ends = [StackedStageArray(b, mesh, axis) if n in stacked else b[0] for n, b in found.items()]
 
     def split(self, arrays: Sequence[Any]) -> list[Any]:
         """The pieces of logical arrays, each in a form that its stage takes."""
         return [
             part
-            for x, way in zip(arrays, self._ways, strict=True)
-            for part in (way.enter(x) if isinstance(way, StackedStageArray) else (x,))
+            for x, end in zip(arrays, self._ends, strict=True)
+            for part in (end.enter(x) if isinstance(end, StackedStageArray) else (x,))
         ]
 
     def assemble(self, pieces: Sequence[jax.Array]) -> list[jax.Array | PlacedArray]:
         """The logical arrays of physical pieces."""
         left = iter(pieces)
         return [
-            way.leave([next(left) for _ in way.pieces]) if isinstance(way, StackedStageArray) else way.leave(next(left))
-            for way in self._ways
+            end.leave([next(left) for _ in end.pieces]) if isinstance(end, StackedStageArray) else end.leave(next(left))
+            for end in self._ends
         ]
+
+
+def channel_ways(plan: MpmdPlan, places: RankProcesses, steps: Mapping[Any, StepValues]) -> list[Ways | None]:
+    """The ways of the values of each channel; None for channels that carry nothing.
+
+    Args:
+      plan: the plan.
+      places: which process runs which rank.
+      steps: what each step of an actor takes and gives, by its label.
+    """
+    held, wide = _held(plan.network, steps), bool(settings()[0])
+    found: list[Ways | None] = []
+    for number, (channel, carried) in enumerate(zip(plan.network.channels, plan.built.channel_values, strict=True)):
+        if carried is None:
+            found.append(None)
+            continue
+        link, ends = plan.border(carried.source, carried.target), enumerate(plan.ends(carried))
+        copied = held.get(number, set()) if places.are_apart(channel.source, channel.target) else set()
+        found.append(Ways([Way(given, taken, link, i in copied) for i, (given, taken) in ends], wide))
+    return found
+
+
+def _held(network: Network, steps: Mapping[Any, StepValues]) -> dict[int, set[int]]:
+    """For each channel the numbers of the values that a later step may overwrite: its sender keeps them too."""
+    found: dict[int, set[int]] = {}
+    for step in (s for row in network.actors for s in row if s.label in steps):
+        values = steps[step.label]
+        kept = {i for _, i, _ in values.kept if i is not None}
+        for (channel, _), give in zip(step.gives, values.gives, strict=True):
+            found.setdefault(channel, set()).update(
+                k for k, g in enumerate(give) if g.output in kept or (g.output is None and g.spot is None)
+            )
+    return found

@@ -17,6 +17,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from threading import Lock
 from typing import Any, TypeAlias
 
 import jax
@@ -38,7 +39,7 @@ from shardc.runtime.transport.link import Packed
 from shardc.sbp.boxing import Boxing
 from shardc.sbp.layout import bits_of, physical_shape, physical_spec
 from shardc.sbp.placement import Placement, local_shape
-from shardc.sbp.way import Index, Parcel, WayPlan, boxes, plan_way
+from shardc.sbp.way import Index, Parcel, WayPlan, boxes
 
 Local: TypeAlias = tuple[int, ...]
 """Where a box begins in the block of a device."""
@@ -61,8 +62,8 @@ class Way:
 
     @cached_property
     def is_here(self) -> bool:
-        """Whether both places are in this process."""
-        return {*self.given.processes, *self.taken.processes} <= {me(), None}
+        """Whether both places are in this process, or each of their processes sends to itself alone."""
+        return {*self.given.processes, *self.taken.processes} <= {me(), None} or self.given.is_beside(self.taken)
 
     @cached_property
     def stays(self) -> bool:
@@ -79,13 +80,7 @@ class Way:
 
     @cached_property
     def plan(self) -> WayPlan:
-        given, taken = self.given, self.taken
-        shape = (*given.shape, *given.words[0])
-        several = len({*given.processes, *taken.processes} - {None}) > 1
-        together = taken.processes if several and not self.is_within else None
-        link = None if self.is_within else self.link
-        itemsize = int(given.words[1].itemsize)
-        return plan_way(shape, itemsize, given.at, given.view, taken.at, taken.view, link, together)
+        return self.given.way_to(self.taken, None if self.is_within else self.link)
 
     @cached_property
     def held(self) -> list[Index]:
@@ -243,13 +238,32 @@ class Ways:
     Args:
       ways: of each value.
       wide: whether numbers of 64 bits are on. The threads that carry values lack this setting.
-
-    Attributes:
-      sent: bytes that have crossed the border from this process.
     """
 
     def __init__(self, ways: Sequence[Way], wide: bool) -> None:
-        self.ways, self._wide, self.sent = tuple(ways), wide, 0
+        self.ways, self._wide = tuple(ways), wide
+        self._counts: dict[int, tuple[int, int]] = {}  # of each process that takes: messages and bytes
+        self._counting = Lock()  # a link's thread packs too
+
+    @property
+    def sent(self) -> int:
+        """Bytes that have crossed the border from this process."""
+        return sum(size for _, size in list(self._counts.values()))
+
+    @property
+    def planned(self) -> int:
+        """Bytes that the messages sent from this process have by the plan."""
+        found = 0
+        for peer, (number, _) in list(self._counts.items()):
+            ways = (self.ways[i] for i in self._crossing) if peer == me() else self.ways
+            parcels = (p.elements * w.plan.itemsize for w in ways if not w.stays for p in w.parcels_to(peer))
+            found += number * sum(parcels)
+        return found
+
+    def _count(self, peer: int, size: int) -> None:
+        with self._counting:
+            number, before = self._counts.get(peer, (0, 0))
+            self._counts[peer] = number + 1, before + size
 
     @property
     def stay(self) -> bool:
@@ -259,6 +273,11 @@ class Ways:
     @cached_property
     def is_here(self) -> bool:
         return all(w.is_here for w in self.ways)
+
+    @property
+    def boxes(self) -> bool:
+        """Whether collectives run on either side of the border."""
+        return any(w.plan.boxing_bytes for w in self.ways if not w.stays)
 
     @cached_property
     def _digest(self) -> bytes:
@@ -273,7 +292,9 @@ class Ways:
     def move(self, values: Sequence[Any]) -> tuple[Any, ...]:
         """What arrives, of what is given, within this process. Launched, never waited for."""
         if self._is_copy:
-            return tuple(self._cross.copy_alike(values))
+            moved = tuple(self._cross.copy_alike(values))
+            self._count(me(), self._cross.sent)
+            return moved
         with jax.enable_x64(self._wide):
             left = [w.leave(x) for w, x in zip(self.ways, values, strict=True)]
             for i, w in enumerate(self.ways):
@@ -283,6 +304,7 @@ class Ways:
                 moved = [left[i] for i in self._crossing]
                 for i, x in zip(self._crossing, self._cross(moved), strict=True):
                     left[i] = x
+                self._count(me(), self._cross.sent)
         return tuple(left)
 
     @cached_property
@@ -300,8 +322,8 @@ class Ways:
         ]  # fmt: skip
 
     @cached_property
-    def _cross(self) -> Crossing:
-        return Crossing([self.ways[i] for i in self._crossing])
+    def _cross(self) -> _Crossing:
+        return _Crossing([self.ways[i] for i in self._crossing])
 
     @cached_property
     def finishes(self) -> bool:
@@ -325,7 +347,7 @@ class Ways:
     def pack(self, peer: int, values: Sequence[Any]) -> Packed:
         """The part of a message for another process."""
         buffers = [b for w, x in zip(self.ways, values, strict=True) for b in w.pack(x, peer)]
-        self.sent += sum(b.nbytes for b in buffers)
+        self._count(peer, sum(b.nbytes for b in buffers))
         counts = [len(w.parcels_to(peer)) for w in self.ways]
         return json.dumps([self._digest.decode(), counts]).encode(), buffers
 
@@ -399,33 +421,38 @@ def _start(box: Index, inside: Index) -> Local:
     return tuple(a - c for (a, _), (c, _) in zip(box, inside, strict=True))
 
 
-class Crossing:
+class _Crossing:
     """Carries values from one mesh to another within this process: one program cuts all parcels, each is copied once,
     and one program joins them. Parcels that are whole blocks need no cut, or no join; values whose blocks go from each
-    device to the one of its number are copied as they are."""
+    device to the one of its number are copied as they are.
+
+    Attributes:
+      sent: bytes of the parcels that a call copies, as the first one has found.
+    """
 
     def __init__(self, ways: Sequence[Way]) -> None:
         self._ways = list(ways)
-        self._giver: Mesh = self._ways[0].given.sharding.mesh  # pyright: ignore[reportAttributeAccessIssue]
-        self._taker: Mesh = self._ways[0].taken.sharding.mesh  # pyright: ignore[reportAttributeAccessIssue]
-        self._sources = list(self._giver.devices.flat)
-        self._targets = list(self._taker.devices.flat)
+        given, taken = self._ways[0].given, self._ways[0].taken
+        self._giver, self._taker = given.device_mesh, taken.device_mesh
+        self._sources, self._targets = given.devices, taken.devices
+        self._mine = [t for t, process in enumerate(taken.processes) if process == me()]
         self._cuts = [[_Cut(w, s) for s in sorted({p.shape for p in w.plan.parcels})] for w in self._ways]
         pairs = [(i, w, c) for i, (w, c) in enumerate(zip(self._ways, self._cuts, strict=True))]
         self._parted = [i for i, w, c in pairs if not (len(c) == 1 and c[0].leaves_whole(w))]
         self._joined = [i for i, w, c in pairs if not (len(c) == 1 and c[0].arrives_whole(w))]
         self._alike = [i for i, _, c in pairs if i not in {*self._parted, *self._joined} and c[0].is_in_order()]
-        self.copy_alike = compat.copies_to([self._ways[i].arrived[1] for i in self._alike])
-        self._blank: dict[tuple[Any, Local, Any], Any] = {}
-        targets = [SingleDeviceSharding(self._targets[t]) for *_, t in self._plan()]
-        self._copy = compat.copies_to(targets)
+        self._copy_alike = compat.copies_to([self._ways[i].arrived[1] for i in self._alike])
+        self._blank: dict[tuple[int, Local, Any], Any] = {}
+        self._copy = compat.copies_to([SingleDeviceSharding(self._targets[t]) for *_, t in self._copies])
+        self.sent = 0
 
     @property
     def is_copy(self) -> bool:
         """Whether all values are copied as they are: `copy_alike` copies them."""
         return len(self._alike) == len(self._ways)
 
-    def _plan(self) -> list[tuple[int, int, int, int, int, int]]:
+    @cached_property
+    def _copies(self) -> list[tuple[int, int, int, int, int, int]]:
         """All copies: value, class of parcels, slot and device of the giver, slot and device of the taker."""
         return [
             (i, c, at[0], at[1], slot, target)
@@ -434,15 +461,18 @@ class Crossing:
             for c, cut in enumerate(cuts)
             for slot, row in enumerate(cut.copies)
             for target, at in enumerate(row)
-            if at is not None
+            if at is not None and target in self._mine
         ]
 
-    @cached_property
-    def _copies(self) -> list[tuple[int, int, int, int, int, int]]:
-        return self._plan()
+    def copy_alike(self, values: Sequence[Any]) -> Sequence[Any]:
+        """The values that are copied as they are, on the taker's devices."""
+        if not self.sent:
+            self.sent = sum(shard.data.nbytes for x in values for shard in x.addressable_shards)
+        return self._copy_alike(values)
 
     def __call__(self, values: Sequence[Any]) -> list[Any]:
         given = list(values)
+        is_first = not self.sent
         alike = dict(zip(self._alike, self.copy_alike([given[i] for i in self._alike]), strict=True))
         cut = iter(self._cutter(*(given[i] for i in self._parted)) if self._parted else ())
         blocks: dict[tuple[int, int, int], dict[Any, Any]] = {}
@@ -456,6 +486,8 @@ class Crossing:
                 for slot in range(len(of.cut)):
                     blocks[i, c, slot] = _by_device(next(cut))
         sent = [blocks[i, c, slot][self._sources[source]] for i, c, slot, source, _, _ in self._copies]
+        if is_first:
+            self.sent += sum(x.nbytes for x in sent)
         came = dict(zip(((i, c, s, t) for i, c, _, _, s, t in self._copies), self._copy(sent), strict=True))
         joined = iter(self._joiner(*self._slots(came)) if self._joined else ())
         return [
@@ -465,7 +497,7 @@ class Crossing:
 
     def _put_together(self, i: int, came: Mapping[tuple[int, int, int, int], Any]) -> jax.Array:
         shape, sharding = self._ways[i].arrived
-        pieces = [came[i, 0, 0, t] for t in range(len(self._targets))]
+        pieces = [came[i, 0, 0, t] for t in self._mine]
         return jax.make_array_from_single_device_arrays(shape, sharding, pieces)
 
     def _slots(self, came: Mapping[tuple[int, int, int, int], Any]) -> list[jax.Array]:
@@ -476,17 +508,17 @@ class Crossing:
             for c, of in enumerate(self._cuts[i]):
                 for slot in range(len(of.join)):
                     pieces = [
-                        came[i, c, slot, t] if of.join[slot][t] is not None else self._empty(d, of.shape, dtype)
-                        for t, d in enumerate(self._targets)
+                        came[i, c, slot, t] if of.join[slot][t] is not None else self._empty(t, of.shape, dtype)
+                        for t in self._mine
                     ]
                     shape = _stacked(of.shape, len(self._targets))
                     found.append(jax.make_array_from_single_device_arrays(shape, self._each(self._taker), pieces))
         return found
 
-    def _empty(self, device: Any, shape: Local, dtype: Any) -> Any:
-        key = device, shape, dtype
+    def _empty(self, target: int, shape: Local, dtype: Any) -> Any:
+        key = target, shape, dtype
         if key not in self._blank:
-            self._blank[key] = jax.device_put(np.zeros(shape or 1, dtype), device)
+            self._blank[key] = jax.device_put(np.zeros(shape or 1, dtype), self._targets[target])
         return self._blank[key]
 
     @staticmethod

@@ -252,7 +252,7 @@ class _Rank:
         for resident, output, v in values.kept:
             self.keep(stage, resident, self.residents[stage, v] if output is None else made[output], 2 * k)
         for message, give in zip(step.gives, values.gives, strict=True):
-            buffers = [read(g.var, g.place) if g.output is None else made[g.output] for g in give]
+            buffers = [read(g.var, g.spot) if g.output is None else made[g.output] for g in give]
             self.give(k, message, give, buffers)
         for v in values.drops:
             if (stage, v) in self.residents:

@@ -6,14 +6,15 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TypeAlias
 
 from shardc import compat
 from shardc.compat import Eqn, Var
 from shardc.ir.nested import bodies_of, with_bodies
 from shardc.ir.program import Program
-from shardc.ir.transfer import is_transfer, transfer_number
-from shardc.machine.mesh import MeshView
-from shardc.pipeline.cut.cut_stages import Cut, StageProgram
+from shardc.ir.transfer import FarEnd, is_transfer, transfer_number
+from shardc.machine.mesh import MeshView, border
+from shardc.pipeline.cut.cut_stages import Crossing, Cut, StageProgram
 from shardc.pipeline.cut.split_tasks import StageTasks, is_loop, split_tasks
 from shardc.pipeline.options import PipelineRequest
 from shardc.pipeline.schedule.action import TaskId
@@ -73,8 +74,13 @@ class _StageCandidate:
         return self.seconds < other.seconds * (1 - ROUNDING)
 
 
+_Known: TypeAlias = frozenset[tuple[int, Pin | FarEnd]]
+"""What is known of the other ends of transfers, by their numbers."""
+
+
 class StagePlacer:
-    """Plans the stages of a cut in order. The placements of values that cross are pinned for the later stages.
+    """Plans the stages of a cut in order. The placements of values that cross are pinned for the later stages; between
+    meshes with other axes the ways from them are priced.
 
     Args:
       cut: the stages.
@@ -92,8 +98,8 @@ class StagePlacer:
         self._readers = Counter(
             (rank, i) for s, rank in zip(cut.stages, self._rank_of, strict=True) for i in s.arguments
         )
-        self._compared: dict[tuple[int, frozenset[tuple[int, Placement]]], Compared[_StageCandidate]] = {}
-        self._stages: dict[tuple[int, frozenset[tuple[int, Placement]], int | None], Stage] = {}
+        self._compared: dict[tuple[int, _Known], Compared[_StageCandidate]] = {}
+        self._stages: dict[tuple[int, _Known, int | None], Stage] = {}
 
     def place(self, limits: Mapping[int, int]) -> list[Stage]:
         """The planned stages.
@@ -105,11 +111,9 @@ class StagePlacer:
         ends: dict[int, Placement] = {}
         found: list[Stage] = []
         for s in self._cut.stages:
-            known = frozenset(
-                (c.number, ends[c.number])
-                for c in self._cut.crossings
-                if c.number in ends and self._axes(c.sent.stage) == self._axes(c.received.stage)
-            )
+            of_stage = (c for c in self._cut.crossings if s.stage in (c.sent.stage, c.received.stage))
+            ends_here = ((c.number, self._end(c, s.stage, ends.get(c.number))) for c in of_stage)
+            known = frozenset((number, end) for number, end in ends_here if end is not None)
             key = (s.stage, known, limits.get(s.stage))
             if key not in self._stages:
                 self._stages[key] = self._place(s, known, limits.get(s.stage))
@@ -117,13 +121,21 @@ class StagePlacer:
             ends |= {n: p for n, p, _ in transfer_ends(found[-1].plan)}
         return found
 
-    def _axes(self, stage: int) -> tuple[tuple[str, int], ...]:
-        return self._views[self._rank_of[stage]].axes
+    def _end(self, c: Crossing, stage: int, placement: Placement | None) -> Pin | FarEnd | None:
+        """What is known of a crossing at a stage, with its placement at the other one if that is planned."""
+        sends = c.received.stage == stage
+        near, far = (self._rank_of[n] for n in (stage, c.sent.stage if sends else c.received.stage))
+        if placement is not None and self._views[near].axes == self._views[far].axes:
+            return Pin(placement)
+        if self._request.pipeline.meshes is None or near == far:
+            return None
+        meshes = self._request.meshes
+        return FarEnd(placement, self._views[far], border(meshes[near], meshes[far]), sends)
 
-    def _place(self, s: StageProgram, known: frozenset[tuple[int, Placement]], limit: int | None) -> Stage:
+    def _place(self, s: StageProgram, known: _Known, limit: int | None) -> Stage:
         rank = self._rank_of[s.stage]
         if (s.stage, known) not in self._compared:
-            self._compared[s.stage, known] = self._candidates(s, {n: Pin(p) for n, p in known})
+            self._compared[s.stage, known] = self._candidates(s, dict(known))
         compared = self._compared[s.stage, known]
         plans = {c: c.placing.plan if limit is None else c.placing.nearest(limit) for c in compared.found}
         best = compared.best
@@ -133,8 +145,8 @@ class StagePlacer:
         shared = [n for n, i in enumerate(s.arguments) if self._readers[rank, i] > 1]
         return Stage(s.stage, rank, self._views[rank], plan, split_tasks(s, plan, shared), s)
 
-    def _candidates(self, s: StageProgram, pins: Mapping[int, Pin]) -> Compared[_StageCandidate]:
-        """The stage as it was cut, and rewritten, with the known placements of its transfers' other ends."""
+    def _candidates(self, s: StageProgram, ends: Mapping[int, Pin | FarEnd]) -> Compared[_StageCandidate]:
+        """The stage as it was cut, and rewritten, with what is known of its transfers' other ends."""
         homes, mesh = self._cut.homes, self._views[self._rank_of[s.stage]]
         arguments = [
             replace(self._arguments[i], donated=self._arguments[i].donated and homes[i] == s.stage) for i in s.arguments
@@ -146,7 +158,7 @@ class StagePlacer:
 
         def candidate(asked: Request) -> _StageCandidate | None:
             stage = s if asked.program is s.program else rewritten_stage(s, asked.program)
-            program = pin_transfers(asked.program, pins)
+            program = pin_transfers(asked.program, ends)
             return stage and _StageCandidate(stage, Placing.of(replace(asked, program=program)))
 
         return compare(request, candidate, lambda c: c.seconds, _StageCandidate.is_cheaper)
@@ -173,12 +185,12 @@ def rewritten_stage(s: StageProgram, program: Program) -> StageProgram | None:
     return replace(s, program=program, tasks=tasks)
 
 
-def pin_transfers(program: Program, pins: Mapping[int, Pin]) -> Program:
-    """The program with the known placements of its transfers' other ends as pins."""
+def pin_transfers(program: Program, ends: Mapping[int, Pin | FarEnd]) -> Program:
+    """The program with what is known of its transfers' other ends."""
 
     def pin(eqn: Eqn) -> Eqn:
-        if is_transfer(eqn) and transfer_number(eqn) in pins:
-            return eqn.replace(params={**eqn.params, "pin": pins[transfer_number(eqn)]})
+        if is_transfer(eqn) and (end := ends.get(transfer_number(eqn))) is not None:
+            return eqn.replace(params={**eqn.params, "pin" if isinstance(end, Pin) else "far_end": end})
         if eqn.primitive.name == "scan":
             (body,) = bodies_of(eqn)
             inner = compat.new_jaxpr(body.invars, body.outvars, [pin(e) for e in body.eqns], body)

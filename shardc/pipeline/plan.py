@@ -9,10 +9,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeAlias
 
+from shardc.arrays.place import Place
 from shardc.ir.collective import Collective, known_bytes
 from shardc.ir.program import Program
 from shardc.ir.walk import itemsize_of, short_aval
-from shardc.machine.mesh import AnyMesh, MeshView, view
+from shardc.machine.mesh import AnyMesh, MeshView, border, view
+from shardc.machine.topology import DeviceLink
 from shardc.passes.estimate.backend import backend_of
 from shardc.passes.estimate.plan_cost import Time
 from shardc.passes.estimate.sizes import piece_bytes
@@ -25,7 +27,7 @@ from shardc.pipeline.place_stages import Stage, transfer_ends
 from shardc.pipeline.rank_memory import PipelineMemory
 from shardc.pipeline.schedule.schedule import Schedule
 from shardc.pipeline.schedule.simulate import Timeline, simulate
-from shardc.pipeline.stage_network import StageNetwork
+from shardc.pipeline.stage_network import ChannelValues, StageNetwork
 from shardc.plan.borders import Border, match_donated
 from shardc.plan.digest import digest_of
 from shardc.plan.plan import FoundSignatures, Gathered, PlacedProgram, SpmdPlan, Unlimited
@@ -44,6 +46,11 @@ class Transfer:
       count: executions in one call.
       line: of user code that made the value; for an argument its path.
       value: dtype and logical shape.
+      seconds: of one execution, on the border.
+      border_bytes: that cross the border in one call, of all devices together; 0 between stages of one rank.
+      device_bytes: of these, what the busiest device sends or receives.
+      before, after: bytes that each device of the source, and of the target, sends within its mesh in one call: what is
+        partial is reduced before it crosses, what is needed everywhere may be gathered after it.
     """
 
     source: int
@@ -52,6 +59,11 @@ class Transfer:
     count: int
     line: str
     value: str
+    seconds: float
+    border_bytes: int
+    device_bytes: int
+    before: int
+    after: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -194,19 +206,46 @@ class MpmdPlan:
         `count`, `line`, `value`."""
         found: list[Transfer] = []
         for i, b in enumerate(self.in_borders):
-            size, readers = _sent(b.aval, b.placement, b.mesh), (s for s in self.stages if i in s.program.arguments)
-            for n in (s.number for s in readers if s.number != b.stage):
-                found.append(Transfer(b.stage, n, size, 1, f"argument {b.path}", short_aval(b.aval)))
-        placed = self._crossing_placements()
+            for s in self.stages:
+                if i in s.program.arguments and s.number != b.stage:
+                    at = s.plan.inputs[s.program.arguments.index(i)]
+                    ends = self._place(b.stage, b.aval, b.placement), self._place(s.number, b.aval, at)
+                    found.append(self._transfer(b.stage, s.number, *ends, 1, f"argument {b.path}"))
+        placed = {(n, sent): p for stage in self.stages for n, p, sent in transfer_ends(stage.plan)}
         for c in self.cut.crossings:
-            count = self.cut.loop.length if c.sent.in_loop else 1
             source, target = c.sent.stage, c.received.stage
-            size = _sent(c.aval, placed[c.number], self.stages[source].mesh) * count
-            found.append(Transfer(source, target, size, count, c.line, short_aval(c.aval)))
+            given, taken = (self._place(n, c.aval, placed[c.number, n == source]) for n in (source, target))
+            count = self.cut.loop.length if c.sent.in_loop else 1
+            found.append(self._transfer(source, target, given, taken, count, c.line))
         return tuple(found)
 
-    def _crossing_placements(self) -> dict[int, Placement]:
-        return {n: p for stage in self.stages for n, p, sent in transfer_ends(stage.plan) if sent}
+    def _transfer(self, source: int, target: int, given: Place, taken: Place, count: int, line: str) -> Transfer:
+        link, value = self.border(source, target), short_aval(given.aval)
+        size = priced = math.prod(local_shape(given.shape, given.at, given.sizes)) * itemsize_of(given.aval)
+        crosses = (0, 0, 0, 0)
+        if self.stages[source].rank != self.stages[target].rank:
+            way = given.way_to(taken, link)
+            crosses = way.border_bytes, way.device_bytes, way.before.bytes, way.after.bytes
+            priced = size if self.pipeline.meshes is None else way.device_bytes
+        seconds = link.latency + priced / link.bandwidth
+        return Transfer(source, target, size * count, count, line, value, seconds, *(n * count for n in crosses))
+
+    def _place(self, stage: int, aval: Any, placement: Placement) -> Place:
+        return Place(aval, self.request.meshes[self.stages[stage].rank], placement)
+
+    def ends(self, carried: ChannelValues) -> list[tuple[Place, Place]]:
+        """Where each value of a channel is given, and where it is taken."""
+        sides = [(carried.source, carried.given), (carried.target, carried.taken)]
+        given, taken = (
+            [self._place(n, v.aval, self.stages[n].tasks.placements[v]) for v in values] for n, values in sides
+        )
+        return list(zip(given, taken, strict=True))
+
+    def border(self, source: int, target: int) -> DeviceLink:
+        """The link of one device between the meshes of two stages."""
+        if self.pipeline.meshes is None:
+            return self.mesh.topology.link_along(self.pipeline.axis)
+        return border(*(self.request.meshes[self.stages[n].rank] for n in (source, target)))
 
     @cached_property
     def bytes_per_device(self) -> float:
@@ -221,7 +260,8 @@ class MpmdPlan:
         """Those that are known."""
         return max(
             sum(known_bytes(plan.collectives) * times for plan, times in self._runs(s))
-            + sum(t.bytes for t in self.transfers if t.source == s.number)
+            + sum(t.bytes + t.before for t in self.transfers if t.source == s.number)
+            + sum(t.after for t in self.transfers if t.target == s.number)
             for s in self.stages
         )
 
@@ -272,8 +312,24 @@ class MpmdPlan:
 
     def link(self, channel: Channel) -> tuple[float, float]:
         """Latency, and seconds that a message of a channel keeps its link busy."""
-        link = self.mesh.topology.link_along(self.pipeline.axis)
-        return link.latency, channel.bytes / link.bandwidth
+        if self.pipeline.meshes is None:  # a value is alike at both ends
+            link = self.mesh.topology.link_along(self.pipeline.axis)
+            return link.latency, channel.bytes / link.bandwidth
+        return self._links[_key(channel)]
+
+    @cached_property
+    def _links(self) -> dict[Any, tuple[float, float]]:
+        """Of the channels between unlike meshes what `link` says, by what they have in any number of registers."""
+        carried = zip(self.network.channels, self.built.channel_values, strict=True)
+        return {_key(c): self._link(c, values) for c, values in carried if c.source != c.target}
+
+    def _link(self, channel: Channel, carried: ChannelValues | None) -> tuple[float, float]:
+        if carried is None:
+            return border(*(self.request.meshes[r] for r in (channel.source, channel.target))).latency, 0.0
+        link = self.border(carried.source, carried.target)
+        ways = [given.way_to(taken, link) for given, taken in self.ends(carried)]
+        boxing = sum(w.before.seconds + w.after.seconds for w in ways)
+        return link.latency + boxing, sum(w.device_bytes for w in ways) / link.bandwidth
 
     def simulate(self) -> Timeline:
         """The call under virtual time: `makespan`, `bubble`, `bubble_per_rank`, `busy`, `spans`, `peaks` (most
@@ -345,14 +401,13 @@ def results_of(request: PipelineRequest, pieces: Pieces) -> tuple[Pin | None, ..
 def _of_first(borders: Sequence[Border], pieces: Sequence[Piece]) -> tuple[Placement, ...]:
     """The placement of the first piece of each value."""
     found: dict[int, Placement] = {}
-    for piece, border in zip(pieces, borders, strict=True):
-        found.setdefault(piece.number, border.placement)
+    for piece, b in zip(pieces, borders, strict=True):
+        found.setdefault(piece.number, b.placement)
     return tuple(found.values())
 
 
-def _sent(aval: Any, placement: Placement, mesh: MeshView) -> int:
-    """Bytes of a device's piece as it is sent."""
-    return math.prod(local_shape(aval.shape, placement, mesh.sizes)) * itemsize_of(aval)
+def _key(channel: Channel) -> tuple[Any, ...]:
+    return channel.name, channel.source, channel.target, channel.bytes
 
 
 def task_seconds(plan: PlacedProgram | None) -> float:

@@ -18,18 +18,18 @@ from shardc.pipeline.schedule.action import TaskId
 from shardc.pipeline.stage_network import ChannelValues, StageNetwork, done_label
 from shardc.runtime.actor import Step
 
-Place: TypeAlias = tuple[int, int]
+Spot: TypeAlias = tuple[int, int]
 """A value in the messages that a step takes: number of the message, number of the value in it."""
 
 
 @dataclass(frozen=True)
 class SentValue:
-    """One value of a sent message: the task's output `output`; if that is None, the value at `place` of the received
+    """One value of a sent message: the task's output `output`; if that is None, the value at `spot` of the received
     messages; if that is None too, a resident."""
 
     var: Var
     output: int | None
-    place: Place | None
+    spot: Spot | None
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class StepValues:
 
     Attributes:
       task: the task that it runs. It reads the residents of the task's stage.
-      inputs: the variable of each input of the task and, if it comes in a message, its place there.
+      inputs: the variable of each input of the task and, if it comes in a message, its spot there.
       incoming: values of messages that become residents before the task runs.
       kept: (resident, output, source) for each resident that it replaces: the new value is this output of the task, or,
         if that is None, the value of the resident `source`.
@@ -47,16 +47,16 @@ class StepValues:
     """
 
     task: StageTask
-    inputs: tuple[tuple[Var, Place | None], ...]
-    incoming: tuple[tuple[Var, Place], ...]
+    inputs: tuple[tuple[Var, Spot | None], ...]
+    incoming: tuple[tuple[Var, Spot], ...]
     kept: tuple[tuple[Var, int | None, Var], ...]
     gives: tuple[tuple[SentValue, ...], ...]
     drops: tuple[Var, ...] = ()
 
     def touched(self) -> set[Var]:
         """The residents that it reads or makes."""
-        read = {v for v, place in self.inputs if place is None and v is not INDEX}
-        read |= {g.var for give in self.gives for g in give if g.output is None and g.place is None}
+        read = {v for v, spot in self.inputs if spot is None and v is not INDEX}
+        read |= {g.var for give in self.gives for g in give if g.output is None and g.spot is None}
         read |= {v for v, _ in self.incoming}
         read |= {made for made, _, _ in self.kept}
         return read | {source for _, output, source in self.kept if output is None}
@@ -98,7 +98,7 @@ def _drops(last: Mapping[tuple[int, Var], Hashable], stages: Sequence[Stage]) ->
 
 
 def _values(channel_values: Sequence[ChannelValues | None], step: Step, task: StageTask) -> StepValues:
-    where: dict[Var, Place] = {}
+    where: dict[Var, Spot] = {}
     for i, (channel, _) in enumerate(step.takes):
         carried = channel_values[channel]
         for j, v in enumerate(carried.taken if carried is not None else ()):

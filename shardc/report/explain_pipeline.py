@@ -274,21 +274,32 @@ def _sent(plan: MpmdPlan) -> Section | None:
 def _transfers(plan: MpmdPlan) -> Section:
     if not plan.transfers:
         return Section("Transfers between stages: none")
-    link = plan.mesh.topology.link_along(plan.pipeline.axis)
     keyed = [
-        ((t.value, t.count, t.bytes // t.count, t.source < t.target), t.line, (t.source, t.target))
+        ((t.value, t.count, t.bytes // t.count, t.source < t.target, t.seconds), t.line, (t.source, t.target))
         for t in plan.transfers
     ]
     rows: list[Sequence[str]] = []
-    for (value, count, size, _), lines, pairs in fold_rows(keyed):
-        assert isinstance(size, int)
+    for (value, count, size, _, seconds), lines, pairs in fold_rows(keyed):
+        assert isinstance(size, int) and isinstance(seconds, float)
         copies = len(set(lines))
         made = times_text(fold_paths(sorted(set(lines))), copies)
         made = f"copy of {made}" if made.startswith("argument ") else made
-        seconds = link.latency + size / link.bandwidth
         rows.append((pairs_text(pairs), str(value), str(count), bytes_text(size), seconds_text(seconds), made))
-    whole = bytes_text(sum(t.bytes for t in plan.transfers))
-    title = f"Transfers between stages, {whole} a call: bytes that a device sends, and time, of one execution"
+    for t in plan.transfers:
+        for stage, size, when in (
+            (t.source, t.before, "before it crosses"),
+            (t.target, t.after, "after it has crossed"),
+        ):
+            if size:
+                made = f"within stage {stage}, {when} {t.source} -> {t.target}"
+                rows.append((str(stage), t.value, str(t.count), bytes_text(size // t.count), "", made))
+    whole, crosses = (
+        bytes_text(sum(sizes)) for sizes in zip(*((t.bytes, t.border_bytes) for t in plan.transfers), strict=True)
+    )
+    title = (
+        f"Transfers between stages, {whole} a call, {crosses} of all devices together: bytes that a device sends, and "
+        "time, of one execution"
+    )
     return Section(title, ("stages", "value", ">times each", ">bytes", ">time", "made by"), rows)
 
 

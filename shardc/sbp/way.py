@@ -45,6 +45,10 @@ class Parcel:
     def shape(self) -> Shape:
         return tuple(b - a for a, b in self.box)
 
+    @property
+    def elements(self) -> int:
+        return _elements(self.box)
+
 
 @dataclass(frozen=True)
 class WayPlan:
@@ -92,7 +96,7 @@ class WayPlan:
             for box, devices in held.items():
                 if _is_empty(common := _common(box, wanted)):
                     continue
-                source = min(devices, key=lambda d: (load[d], d))
+                source = min(devices, key=lambda d: (load[d], d not in targets, d))
                 load[source] += _elements(common)
                 found.append(Parcel(source, tuple(targets), common))
         return tuple(found)
@@ -103,7 +107,7 @@ class WayPlan:
         if self.link is None:
             return 0
         if self.together is not None:
-            return sum(_elements(p.box) for p in self.parcels) * self.itemsize
+            return sum(p.elements for p in self.parcels) * self.itemsize
         sizes = sizes_of(self.taker)
         copies = math.prod(n for a, n in sizes.items() if not isinstance(self.arrives[a], S))
         return math.prod(self.shape) * self.itemsize * copies

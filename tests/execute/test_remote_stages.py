@@ -40,7 +40,10 @@ me = current().me
 WAITS = """
 params, loss = f(params, x)
 print("loss", float(loss), flush=True)
-assert str(f.compile(params, x).audit()).startswith(f"audit of process {me}: planned = found")
+found = f.compile(params, x).audit()
+assert str(found).startswith(f"audit of process {me}: planned = found") and str(found).endswith("as planned"), found
+listed = [t.border_bytes for t in f.plan(params, x).transfers if t.source == me]
+assert found.crossed == found.planned_crossed == sum(listed), (found, listed)
 if me == 1:
     time.sleep(5)
 params, loss = f(params, x)
@@ -157,9 +160,9 @@ def test_an_argument_that_two_ranks_of_another_process_read(tmp_path, run):
 
 
 ENTERS = """
-from shardc.execute.stage_io import StageArray
+from shardc.arrays.place import Place
 
-real = StageArray.enter
+real = Place.enter
 good, loss = f(params, x)
 float(loss)
 (exe,) = f._executables.values()
@@ -167,13 +170,13 @@ for who, error in [(0, KeyboardInterrupt()), (1, ValueError("no room")), (1, Key
     def enter(self, x):
         raise error
     if me == who:
-        StageArray.enter = enter
+        Place.enter = enter
     begin = time.time()
     try:
         print("loss", float(f(good, x)[1]))
     except BaseException as failed:
         print(f"{type(failed).__name__}: {failed}".splitlines()[0])
-    StageArray.enter = real
+    Place.enter = real
     print("at once:", time.time() - begin < 10, "runs", exe._executor.runs)
     print("loss", float(f(good, x)[1]))
 network = exe._remote.network

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from shardc.arrays.placed import PlacedArray, StackedArray
-from shardc.execute.stage_io import PiecedArrays, StageArray
+from shardc.arrays.place import Place
+from shardc.arrays.placed import StackedArray
+from shardc.execute.stage_io import PiecedArrays
 from shardc.pipeline.cut_search.split_scans import Piece
 from shardc.sbp.placement import Placement, S
 
@@ -19,21 +20,10 @@ def meshes():
     return [Mesh(np.array(jax.devices()[i : i + 4]), ("data",)) for i in (0, 4)]
 
 
-@pytest.mark.parametrize("placement", [{}, {"data": S(1)}, {"data": S(0)}])
-def test_an_array_of_a_stage(placement):
-    at = StageArray(X.shape, Placement(placement), meshes()[1])
-    physical = at.enter(X)
-    assert (physical.sharding == at.sharding and at.enter(physical) is physical) or not at.plain
-    np.testing.assert_array_equal(at.value(physical), X)
-    left = at.leave(physical)
-    assert isinstance(left, PlacedArray) == (placement == {"data": S(0)}), "6 rows over 4 devices"
-    np.testing.assert_array_equal(np.asarray(left), X)
-
-
 @pytest.mark.parametrize(("rows", "is_one"), [((3, 3), True), ((2, 4), False)])
 def test_rows_of_two_stages(rows, is_one):
     whole = Mesh(np.array(jax.devices()[:8]).reshape(2, 4), ("pipe", "data"))
-    at = [StageArray((n, 4), Placement({"data": S(1)}), m) for n, m in zip(rows, meshes(), strict=True)]
+    at = [Place(jax.typeof(X[:n]), m, Placement({"data": S(1)})) for n, m in zip(rows, meshes(), strict=True)]
     ways = PiecedArrays([Piece(0, (0, rows[0])), Piece(0, (rows[0], 6))], at, whole, "pipe")
     pieces = ways.split([X])
     np.testing.assert_array_equal(np.concatenate(pieces), X)

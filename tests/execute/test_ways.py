@@ -107,13 +107,17 @@ def test_a_way_to_the_host_and_back():
 
 
 def test_values_of_one_message_go_together():
-    x, y = VALUES["f32"], VALUES["uneven"]
-    ways = Ways([Way(*ends("four", {"x": S(0)}, "two", {"x": S(1)}, x), SLOW),
+    x, y, z = VALUES["f32"], VALUES["uneven"], VALUES["f32"][:, :4]
+    ways = Ways([Way(*ends("four", {"x": S(0)}, "two", {"x": S(1)}, z), SLOW),
+                 Way(*ends("four", {"x": S(0)}, "two", {"x": S(1)}, z), SLOW),
+                 Way(*ends("four", {"x": S(0)}, "two", {"x": S(0)}, x), SLOW),
                  Way(*ends("four", {"x": P()}, "two", {}, y), SLOW)], wide=False)  # fmt: skip
-    given = [w.given.enter(v) for w, v in zip(ways.ways, (x, y), strict=True)]
-    got = ways.arrive(ways.move(given))
-    for w, v, want in zip(ways.ways, got, (x, y), strict=True):
-        np.testing.assert_array_equal(w.taken.value(v), want)
+    given = [w.given.enter(v) for w, v in zip(ways.ways, (z, z + 1, x, y), strict=True)]
+    for _ in range(2):
+        got = ways.arrive(ways.move(given))
+        for w, v, want in zip(ways.ways, got, (z, z + 1, x, y), strict=True):
+            np.testing.assert_array_equal(w.taken.value(v), want)
+    assert ways.sent == ways.planned == 2 * sum(w.plan.border_bytes for w in ways.ways)
 
 
 def test_what_stays_is_not_copied_unless_it_may_be_overwritten():

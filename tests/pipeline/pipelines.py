@@ -80,7 +80,10 @@ def check(step, args, mesh, schedule="1f1b", tolerance=1e-10, pipeline=None, **o
     want = on_host(jax.jit(step)(*args))
     pipeline = pipeline or shardc.Pipeline(schedule=schedule)
     function = shardc.function(step, mesh=mesh, pipeline=pipeline, **options)
-    audit = function.compile(*args).audit()
-    assert audit.ok, str(audit)
+    compiled = function.compile(*args)
     assert_same(function(*args), want, tolerance)
+    audit = compiled.audit()
+    assert audit.ok, str(audit)
+    listed = sum(t.border_bytes for t in compiled.plan.transfers if not t.line.startswith("argument"))
+    assert audit.crossed == audit.planned_crossed == listed
     return function

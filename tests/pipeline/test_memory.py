@@ -42,8 +42,8 @@ class Watched(PipelineExecutable):
         self.most, self.looking = Counter(), threading.Lock()
         self.slow = set()
         """Stages that wait before each launch."""
-        self._watch.run, known = self._launch, self._edges.transport
-        self._edges.transport = lambda channel: self._watched(known(channel))
+        self._watch.run, known = self._launch, self._transport
+        self._transport = lambda channel: self._watched(known(channel))
         _ = self.compiled
 
     def _watched(self, move):
@@ -71,8 +71,8 @@ class Watched(PipelineExecutable):
         found = []
         for i, x in enumerate(leaves):
             stage = self.plan.stages[self.plan.homes[i]]
-            border = self._states[stage.number].stage_arrays[stage.program.arguments.index(i)]
-            found.append(jax.device_put(jnp.array(x), border.sharding))
+            place = self._states[stage.number].places[stage.program.arguments.index(i)]
+            found.append(jax.device_put(jnp.array(x), place.sharding))
         return found
 
     def measure(self, leaves, slow):

@@ -8,6 +8,10 @@ from jax.sharding import Mesh
 
 import shardc
 from shardc import S
+from shardc.arrays.place import Place
+from shardc.arrays.placed import PlacedArray, StackedArray
+from shardc.calls.remap import mover
+from shardc.sbp.placement import Placement
 
 pytestmark = pytest.mark.usefixtures("compiled_fast")
 
@@ -96,3 +100,15 @@ def test_what_cannot_be():
     planned = shardc.function(train, mesh=shardc.make_mesh(pipe=2, data=2, topology="v5p"), pipeline=shardc.Pipeline())
     with pytest.raises(shardc.MeshError, match="only a mesh with devices can be mapped"):
         planned.remap(0, mesh_of(6, 7))
+
+
+def test_rows_of_a_moved_rank_in_a_stack():
+    rows = np.arange(24, dtype=np.float32).reshape(6, 4)
+    meshes = mesh_of(0, 1), mesh_of(2, 3), mesh_of(7, 6)
+    ends = [Place(jax.typeof(rows[:3]), m, Placement({"data": S(1)})) for m in meshes[:2]]
+    pieces = [
+        PlacedArray(at.enter(x), x.shape, at.at, at.mesh) for at, x in zip(ends, (rows[:3], rows[3:]), strict=True)
+    ]
+    moved = mover(*meshes[1:])({"w": StackedArray(pieces), "name": "layer", "none": None})
+    assert [p.mesh for p in moved["w"].pieces] == [meshes[0], meshes[2]] and moved["name"] == "layer"
+    np.testing.assert_array_equal(np.asarray(moved["w"]), rows)

@@ -6,9 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 import shardc
 from shardc import S
+from shardc.machine.mesh import border
+from shardc.machine.topology import DeviceLink
+from shardc.pipeline import plan as plans
+from tests.pipeline.pipelines import batch, check, dense, error, layers, training
+from tests.pipeline.pipelines import loss as loss_of_chain
 
 
 def loss(params, x):
@@ -98,3 +104,77 @@ def test_stages_are_rewritten_as_whole_programs_are(name, recompute):
     taken = {t.taken for p in plans for t in p.trials if t.name == rewrite}
     assert taken and (True in taken) == any(rewrite in dict(p.program.passed) for p in plans)
     assert most is None or sum(c.bytes for c in exe.plan.collectives) < most
+
+
+# meshes that are unlike
+
+ROWS = {"params": {}, "batch": {"data": S(0)}}
+MODEL = {"params": [{"w": {"model": S(1)}, "b": {"model": S(0)}} for _ in range(2)], "batch": {"data": S(0)}}
+AXES = "data", "model"
+
+
+def mesh_of(numbers, *sizes):
+    devices = np.array(jax.devices())[np.array(numbers)]
+    return Mesh(devices.reshape(sizes), AXES[: len(sizes)])
+
+
+UNLIKE = {
+    "4 -> 2": ([mesh_of(range(4), 4), mesh_of((4, 5), 2)], ROWS, 16),
+    "2 -> 4": ([mesh_of((4, 5), 2), mesh_of(range(4), 4)], ROWS, 16),
+    "2x2 -> 4": ([mesh_of(range(4), 2, 2), mesh_of(range(4, 8), 4, 1)], MODEL, 8),
+    "4 -> 2x2": ([mesh_of(range(4), 1, 4), mesh_of(range(4, 8), 2, 2)], MODEL, 8),
+    "other order": ([mesh_of(range(4), 4), mesh_of((7, 5, 6, 4), 4)], ROWS, 16),
+    "uneven": ([mesh_of(range(4), 4), mesh_of((4, 5, 6), 3)], ROWS, 10),
+    "one -> 3": ([mesh_of((0,), 1), mesh_of((4, 5, 6), 3)], ROWS, 14),
+}
+"""Meshes of two ranks, placements, rows."""
+
+
+@pytest.mark.usefixtures("compiled_fast")
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("name", UNLIKE)
+def test_stages_on_meshes_that_are_unlike(name):
+    """As on one device, and what the ways have sent is what the plan lists."""
+    meshes, places, rows = UNLIKE[name]
+    pipeline = shardc.Pipeline(meshes=meshes)
+    args = layers(2, 8), batch(rows, 8)
+    f = check(training(loss_of_chain, 2), args, None, tolerance=1e-5, pipeline=pipeline, in_placements=places)
+    plan = f.plan(*args)
+    forward, *_ = [t for t in plan.transfers if (t.source, t.count) == (0, 2)]
+    assert forward.border_bytes >= rows * 8 * 4
+    assert forward.border_bytes >= forward.device_bytes >= forward.border_bytes / 4
+    assert "of all devices together" in plan.explain()
+
+
+def whole_between(params, batch):
+    x = shardc.stage_boundary(shardc.constrain(dense(params[0], batch["x"]), {}))
+    return error(dense(params[1], shardc.constrain(x, {})), batch)
+
+
+@pytest.mark.usefixtures("compiled_fast")
+def test_over_a_slow_border_a_value_crosses_in_pieces_and_is_gathered(monkeypatch):
+    """What the boxings on either side send is in the plan, and in its text."""
+    monkeypatch.setattr(plans, "border", lambda *_: DeviceLink(1e6, 1e-6))
+    meshes, places, rows = UNLIKE["4 -> 2"]
+    args = layers(2, 8), batch(rows, 8)
+    pipeline = shardc.Pipeline(meshes=meshes)
+    f = check(training(whole_between, 2), args, None, tolerance=1e-5, pipeline=pipeline, in_placements=places)
+    plan = f.plan(*args)
+    (there,) = [t for t in plan.transfers if t.after and (t.source, t.target) == (0, 1)]
+    assert there.border_bytes == rows * 8 * 4 and there.after == there.border_bytes / 2
+    assert "within stage 1, after it has crossed 0 -> 1" in plan.explain()
+    listed = sum(t.bytes + t.before for t in plan.transfers if t.source == 0)
+    assert plan.known_bytes >= listed
+
+
+def test_rows_cross_once_between_unlike_meshes():
+    """The later stage knows where the other one has its end, whether it sends or takes."""
+    args = [{"w": jnp.ones((128, 128)), "b": jnp.ones(128)}] * 2, jnp.ones((2048, 128))
+    places = {"params": {}, "x": {"data": S(0)}}
+    for sizes in ((4, 2), (2, 4)):
+        meshes = [shardc.make_mesh(topology="h100", data=n) for n in sizes]
+        plan = shardc.function(step, in_placements=places, pipeline=shardc.Pipeline(meshes=meshes)).plan(*args)
+        whole = 2048 * 128 * 4
+        assert [(t.source, t.target, t.border_bytes) for t in plan.transfers] == [(0, 1, whole), (1, 0, whole)]
+        link = border(*meshes)
+        assert all(t.seconds == link.latency + t.device_bytes / 8 / link.bandwidth for t in plan.transfers)

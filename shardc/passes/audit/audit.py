@@ -65,6 +65,8 @@ class Audit:
       missing: planned collectives that XLA merged or dropped.
       iterated: executions in iterations of a `while` beyond the planned one.
       where: the process whose programs these are, if others run other ones: `process 1`.
+      crossed: bytes that the calls so far have sent from mesh to mesh, of a pipeline's stages.
+      planned_crossed: bytes that these calls send by the plan.
     """
 
     planned: tuple[Collective, ...]
@@ -74,23 +76,28 @@ class Audit:
     missing: tuple[Collective, ...]
     iterated: tuple[FoundCollective, ...] = ()
     where: str = ""
+    crossed: int = 0
+    planned_crossed: int = 0
 
     @property
     def ok(self) -> bool:
         """Whether the compiled program sends nothing that is not in the plan."""
-        return not self.surprises
+        return not self.surprises and self.crossed <= self.planned_crossed
 
     def __str__(self) -> str:
         added = f", {_summary(self.compiler_added)} added by the compiler" if self.compiler_added else ""
         if self.iterated:
             added += f", {_summary(self.iterated)} more in further iterations of `while`"
+        if self.crossed or self.planned_crossed:
+            plan = "as planned" if self.crossed == self.planned_crossed else f"{_size(self.planned_crossed)} planned"
+            added += f"; {_size(self.crossed)} sent from mesh to mesh, {plan}"
         name = f"audit of {self.where}" if self.where else "audit"
         if self.ok and not self.missing:
             return f"{name}: planned = found ({_summary(self.planned)}){added}"
         if self.ok:
             return f"{name}: found within plan ({_summary(self.planned)}; XLA removed {_summary(self.missing)}){added}"
         head = f"{name}: {_summary(self.surprises)} not in the plan of {_summary(self.planned)}{added}"
-        return "\n".join([head, *_table(self)])
+        return "\n".join([head, *(_table(self) if self.surprises else ())])
 
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(str(self))}</pre>"

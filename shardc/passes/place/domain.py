@@ -15,8 +15,8 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from shardc.ir.transfer import is_transfer
-from shardc.ir.walk import operation_of, work_dtype
+from shardc.ir.transfer import FarEnd, far_end, is_transfer
+from shardc.ir.walk import itemsize_of, operation_of, work_dtype
 from shardc.machine.mesh import MeshView
 from shardc.passes.place.problem import Node, Problem, Reader, Value, digits, first_of_alike
 from shardc.passes.place.rings import Rings, offer_rings
@@ -108,7 +108,7 @@ class Domains(ValueTables):
 
     def _domain(self, n: Node) -> Domain:
         tables = tuple([None if v is None else self.table(v) for v in (*n.operands, *n.results)])
-        said = (n.pin, id(n.fixed) if n.fixed is not None else None)
+        said = (n.pin, far_end(n.eqn), id(n.fixed) if n.fixed is not None else None)
         several = n.kind == "hold" and len(n.results[0].readers) > 2
         kind = n.kind, n.weight, n.plain, n.uneven
         key = (*kind, said, several, id(n.options), id(n.rule), n.traffic, *map(id, tables))
@@ -200,8 +200,12 @@ class Domains(ValueTables):
             memory += some
         if n.kind != "operation":
             cost = (0.0 if n.kind == "hold" else CARRIED) * memory / self.mesh.topology.memory_rate
-            if n.eqn is not None and is_transfer(n.eqn):  # its pieces are sent from mesh to mesh as they are
-                cost = cost + n.weight * memory / len(held) / self.mesh.topology.link.bandwidth
+            if n.eqn is not None and is_transfer(n.eqn):
+                far = far_end(n.eqn)
+                sent = (
+                    memory / len(held) / self.mesh.topology.link.bandwidth
+                )  # pieces, sent from mesh to mesh as they are
+                cost = cost + n.weight * (sent if far is None else self._from_afar(n, far, tables, rows))
             return cost
         if n.rule is not None and n.rule.is_heavy:
             flops = np.full(len(options), n.rule.flops)
@@ -218,6 +222,16 @@ class Domains(ValueTables):
         if n.rule is not None and n.rule.crossing:
             cost = cost + self._inside(n, options, orders, tables, rows)
         return n.weight * cost
+
+    def _from_afar(
+        self, n: Node, far: FarEnd, tables: Sequence[BoxingTable | None], rows: Sequence[NDArray[np.int64] | None],
+    ) -> NDArray[np.float64]:  # fmt: skip
+        """For each choice of a transfer the time of the way between its ends."""
+        value, table, row = n.results[0], tables[-1], rows[-1]
+        assert table is not None and row is not None
+        size, used = itemsize_of(value.aval), set(row.tolist())
+        seconds = {i: far.seconds(value.shape, size, p, self.mesh) for p, i in table.index.items() if i in used}
+        return np.asarray([seconds[i] for i in row.tolist()])
 
     def _inside(
         self, n: Node, options: NDArray[np.int64], orders: NDArray[np.intp],

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as PS
 
 from shardc.ir.collective import Collective
-from shardc.passes.audit.audit import audit
+from shardc.passes.audit.audit import audit, audit_all
 
 MESH = {"a": 2, "b": 4}
 X = {"x": 8}
@@ -297,3 +297,10 @@ def test_gpu_glues_the_operands_of_all_reduces():
 
 def test_unknown_kinds_are_surprises():
     assert "ragged-all-to-all" in {s.kind for s in audit([], fixture("gpu_by_hand"), X, "gpu").surprises}
+
+
+def test_bytes_between_meshes_are_compared():
+    found = replace(audit_all([]), crossed=2048, planned_crossed=2048)
+    assert found.ok and str(found).endswith("; 2.0 KiB sent from mesh to mesh, as planned")
+    found = replace(found, planned_crossed=1024)
+    assert not found.ok and str(found).endswith("; 2.0 KiB sent from mesh to mesh, 1.0 KiB planned")
