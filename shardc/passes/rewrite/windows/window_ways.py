@@ -273,7 +273,7 @@ class Recipe:
     like: Eqn | None = None
 
 
-class Way(NamedTuple):
+class ViewWay(NamedTuple):
     """The way of views through an operation.
 
     Attributes:
@@ -287,7 +287,7 @@ class Way(NamedTuple):
     begins: Callable[[Facts, Eqn], bool] = lambda facts, eqn: False
 
 
-def way_of(eqn: Eqn) -> Way | None:
+def way_of(eqn: Eqn) -> ViewWay | None:
     """The way through an operation. None if views do not pass it."""
     found = WAYS.get(eqn.primitive.name)
     if found is not None or len(eqn.outvars) != 1 or eqn.effects or not eqn.invars:
@@ -315,7 +315,7 @@ def _same_views(facts: Facts, eqn: Eqn, box: Box) -> Recipe:
     return Recipe(reads, eqn=eqn, like=eqn)
 
 
-ELEMENTWISE: Final = Way(_same_homes, _same_views)
+ELEMENTWISE: Final = ViewWay(_same_homes, _same_views)
 
 
 def _strides(eqn: Eqn) -> Sequence[int]:
@@ -465,7 +465,7 @@ def _join_begins(facts: Facts, eqn: Eqn) -> bool:
     return any(facts.odd(a, d) for a in eqn.invars)
 
 
-def _dims_way(along: Callable[[Eqn], Sequence[int | None]], made: Callable[..., Any]) -> Way:
+def _dims_way(along: Callable[[Eqn], Sequence[int | None]], made: Callable[..., Any]) -> ViewWay:
     """The way through an operation whose dimension d is dimension `along(eqn)[d]` of its operand."""
 
     def homes(facts: Facts, eqn: Eqn) -> Sequence[Home]:
@@ -480,7 +480,7 @@ def _dims_way(along: Callable[[Eqn], Sequence[int | None]], made: Callable[..., 
         shape = tuple(hi - lo for lo, hi in box)
         return Recipe([(eqn.invars[0], tuple(view))], lambda x: made(eqn, x, shape), like=eqn)
 
-    return Way(homes, up)
+    return ViewWay(homes, up)
 
 
 def _of_broadcast(eqn: Eqn) -> Sequence[int | None]:
@@ -535,10 +535,10 @@ def _convolution_up(facts: Facts, eqn: Eqn, box: Box) -> Recipe:
     return Recipe([(a, full(a)) for a in eqn.invars], eqn=other, like=eqn)
 
 
-WAYS: Final[Mapping[str, Way]] = {
-    "slice": Way(_slice_homes, _slice_up, _slice_begins),
-    "pad": Way(_pad_homes, _pad_up, _pad_begins),
-    "concatenate": Way(_join_homes, _join_up, _join_begins),
+WAYS: Final[Mapping[str, ViewWay]] = {
+    "slice": ViewWay(_slice_homes, _slice_up, _slice_begins),
+    "pad": ViewWay(_pad_homes, _pad_up, _pad_begins),
+    "concatenate": ViewWay(_join_homes, _join_up, _join_begins),
     "transpose": _dims_way(
         lambda eqn: eqn.params["permutation"], lambda eqn, x, shape: lax.transpose(x, eqn.params["permutation"])
     ),
@@ -547,7 +547,7 @@ WAYS: Final[Mapping[str, Way]] = {
     ),
     "reshape": _dims_way(_of_ones, lambda eqn, x, shape: lax.reshape(x, shape)),
     "squeeze": _dims_way(_of_ones, lambda eqn, x, shape: lax.reshape(x, shape)),
-    "conv_general_dilated": Way(_convolution_homes, _convolution_up),
+    "conv_general_dilated": ViewWay(_convolution_homes, _convolution_up),
     "reduce_sum": _dims_way(_of_ones, lambda eqn, x, shape: lax.reshape(x, shape)),
     "expand_dims": _dims_way(_of_ones, lambda eqn, x, shape: lax.reshape(x, shape)),
 }
