@@ -128,7 +128,7 @@ class FlowNetwork:
 
     Attributes:
       rows: the nodes of each actor.
-      processes: of the run, that of each actor.
+      processes: of the run, those of each actor; the first of them speaks for them.
       edges: by channel.
       constants: for each node the state leaves that it takes and that never change, by argument.
       ends: the nodes that end a run by having no more.
@@ -336,8 +336,8 @@ def _row_name(row: Sequence[FlowNode]) -> str:
     return ", ".join(n.name for n in row[:2]) + more
 
 
-def _processes_of_rows(built: FlowNetwork) -> list[int]:
-    """The process of each actor.
+def _processes_of_rows(built: FlowNetwork) -> list[tuple[int, ...]]:
+    """The processes of each actor.
 
     Raises:
       FlowError: the meshes of an actor lie in several processes.
@@ -364,7 +364,7 @@ def _processes_of_rows(built: FlowNetwork) -> list[int]:
         if a not in found:
             near = [e.taker for e in built.edges if e.giver is node] + [e.giver for e in built.edges if e.taker is node]
             found[a] = next((found[built.actor[n]] for n in near if built.actor[n] in found), 0)
-    return [found[a] for a in range(len(built.rows))]
+    return [(found[a],) for a in range(len(built.rows))]
 
 
 def _rows(nodes: Sequence[FlowNode]) -> list[list[FlowNode]]:

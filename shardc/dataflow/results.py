@@ -14,7 +14,7 @@ from shardc.dataflow.beginning import LateValue, LateValues, entering, known
 from shardc.dataflow.chart import FlowChart, measured_flow_chart
 from shardc.dataflow.page import flow_page
 from shardc.dataflow.plan import PlannedFlow
-from shardc.dataflow.remote import RemoteFlow
+from shardc.dataflow.remote import FlowProcesses
 from shardc.dataflow.round import FlowNode, Origin
 from shardc.dataflow.timing.measured import mean_seconds, seconds_by_node
 from shardc.dataflow.value import RoundValue
@@ -104,7 +104,7 @@ class RunResults:
         inputs = plan.nodes[0]
         if items is not None:
             self.given[inputs] = [items]
-        self._logs: dict[tuple[FlowNode, int], list[Any]] = {}
+        self._logs: dict[tuple[FlowNode, int], Any] = {}
         self._state: dict[FlowNode, dict[int, dict[int, Any]]] = {}
         for origin in plan.built.outs:
             if origin is not None and origin.node is not None:
@@ -132,11 +132,9 @@ class RunResults:
                 for r in [r for r in kept if r < least]:
                     del kept[r]
 
-    def share_logs(self, remote: RemoteFlow) -> None:
+    def share_logs(self, remote: FlowProcesses) -> None:
         """Let all processes know what the rounds gave."""
-        types = {(n.number, i): n.results[i] for n, i in self._logs}
-        found = remote.exchange({(n.number, i): xs for (n, i), xs in self._logs.items()}, types)
-        self._logs = {(n, i): found[n.number, i] for n, i in self._logs}
+        self._logs = remote.logs(self._logs)
 
     def past(self, rounds: int) -> dict[tuple[LateValue, int], Any]:
         """Values of the last of so many rounds that later ones return, or have as state."""

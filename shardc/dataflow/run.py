@@ -15,9 +15,11 @@ from shardc.dataflow.moves import copied, mover, on_host, stay
 from shardc.dataflow.network import Edge, NodeStep
 from shardc.dataflow.plan import PlannedFlow
 from shardc.dataflow.remote import (
-    RemoteFlow,
+    FlowCodec,
+    FlowProcesses,
     RunFacts,
     agree_on_run,
+    digest_of,
     sender,
     values_of_nodes,
     values_of_state,
@@ -30,6 +32,7 @@ from shardc.dataflow.value import RoundValue
 from shardc.dataflow.work import HostWork
 from shardc.errors import FlowError, PeerLostError, PipelineError, PipelineTaskError, RoundFailedError
 from shardc.execute.pipeline_executable import IN_FLIGHT
+from shardc.execute.network_run import NetworkRun
 from shardc.execute.process_group import group_of_run
 from shardc.execute.recording import Recording
 from shardc.machine.devices import me
@@ -65,9 +68,9 @@ class FlowRun:
         self._executor: Executor | None = None
         self._lock = threading.Lock()
         self._processes = plan.built.processes
-        self._here = frozenset(n for n in plan.nodes if self._processes[plan.built.actor[n]] == me())
-        self._is_of_several = set(self._processes) != {me()}
-        self._remote: RemoteFlow | None = None
+        self._here = frozenset(n for n in plan.nodes if me() in self._processes[plan.built.actor[n]])
+        self._is_of_several = {p for ps in self._processes for p in ps} != {me()}
+        self._remote: FlowProcesses | None = None
         self._steps = {s.label: s for row in plan.network.actors for s in row}
         self._beginning = Beginning(plan, self._here)
         works = shared_works(plan.nodes)
@@ -80,11 +83,11 @@ class FlowRun:
     # -- opening
 
     def _opened(self) -> Executor:
-        if self._remote is not None and self._remote.epoch != self._remote.cluster.epoch:
-            self.close()  # other processes were started again
+        if self._remote is not None and self._remote.run.is_over:
+            self.close()
         if self._executor is None:
-            wide = bool(settings()[0])
-            remote = self._remote = RemoteFlow(self.plan, self._processes, wide) if self._is_of_several else None
+            network = self._network_run() if self._is_of_several else None
+            self._remote = None if network is None else FlowProcesses(self.plan, network)
             for node in self.plan.nodes:
                 if self.is_here(node):
                     node.work.begin()
@@ -96,11 +99,16 @@ class FlowRun:
                 transports=lambda c: self._mover(edges[id(c)]),
                 limit=LaunchLimit(max(2, IN_FLIGHT // actors), _wait, _is_ready),
                 threads=Threads(None, self.plan.name),
-                share=None if remote is None else remote.share,
+                share=None if network is None else network.share,
             )
-            if remote is not None:
-                remote.open(self._executor)
+            if network is not None:
+                network.open(self._executor)
         return self._executor
+
+    def _network_run(self) -> NetworkRun:
+        plan, wide = self.plan, bool(settings()[0])
+        codec = FlowCodec(self._built.edges, wide)
+        return NetworkRun(plan.network, digest_of(plan), self._processes, codec, f"{plan.round.where}: its nodes")
 
     def is_here(self, node: FlowNode) -> bool:
         """Whether a node runs in this process."""
@@ -122,7 +130,7 @@ class FlowRun:
         """End the threads and the processes of host functions."""
         remote, self._remote = self._remote, None
         if remote is not None:
-            remote.close()
+            remote.run.close()
         executor, self._executor = self._executor, None
         if executor is not None:
             executor.close()
@@ -259,7 +267,7 @@ class FlowRun:
         spans = self._executed(executor, rounds, first, current)
         complete = executor.rounds
         if remote is not None:
-            complete = remote.agreed(complete)
+            complete = remote.agreed(executor.runs, complete)
             current.share_logs(remote)
         left = self._beginning.left(executor.left, complete) | current.past(complete)
         if remote is not None:
