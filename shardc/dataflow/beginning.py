@@ -19,8 +19,32 @@ from shardc.errors import FlowError, all_offenders, number_text
 from shardc.machine.devices import is_here
 from shardc.runtime.actor import Message
 
+
+class FirstMessage(tuple[Any, ...]):
+    """A message of before the first round: its values lie where they are taken."""
+
+
 Holder: TypeAlias = tuple[FlowNode, LeafPlace]
 """A node that has a value, and where it lies."""
+
+
+@dataclass(frozen=True, eq=False)
+class SpreadValue:
+    """An array with pieces in several processes, which nodes on other meshes take too when a run begins.
+
+    Attributes:
+      array, mesh: the array, and where it lies.
+      value: its logical value.
+    """
+
+    array: Any
+    mesh: Any
+    value: Any
+
+
+def array_of(x: Any) -> Any:
+    """The array of a value with which a run begins."""
+    return x.array if isinstance(x, SpreadValue) else x
 
 
 @dataclass(eq=False)
@@ -237,8 +261,8 @@ class Beginning:
             edge = self._built.edges[channel]
             if edge.taker in self._here:
                 each = range(len(edge.moves))
-                values = tuple(self._entered(channel, i, edge.delay - _round(edge, turn), state, made) for i in each)
-                found.setdefault(message, []).append(values)
+                values = [self._entered(channel, i, edge.delay - _round(edge, turn), state, made) for i in each]
+                found.setdefault(message, []).append(FirstMessage(values))
         return found
 
     def past(self, state: Sequence[Any], made: Made | None) -> Made:
@@ -249,9 +273,10 @@ class Beginning:
             for k in range(1, len(value.first) + 1):
                 first = value.first[-k]
                 if made is None or self.late.is_state(value, k):
-                    found[value, k] = copied(known(first, state)) if first in self._taken else known(first, state)
+                    x = array_of(known(first, state))
+                    found[value, k] = copied(x) if first in self._taken else x
                 else:
-                    found[value, k] = made.get((value, k))
+                    found[value, k] = array_of(made.get((value, k)))
         return found
 
     def _entered(self, channel: int, i: int, k: int, state: Sequence[Any], made: Made | None) -> Any:
@@ -266,7 +291,7 @@ class Beginning:
             x, others = made[value, k], True
         place, aval = edge.taker.work.takes[move.argument], edge.giver.results[move.output]
         alone = move.copied or (edge.takes_over(move) and others)
-        return entering(place, aval)(copied(x) if alone else x)
+        return entering(place, aval)(x, alone)
 
     def _begins_others(self, edge: Edge, move: HandedLeaf, first: int) -> bool:
         """Whether a leaf of the first state is taken in other rounds too, or by others that may find it in the same
@@ -300,5 +325,13 @@ def known(first: int | Fixed, state: Sequence[Any]) -> Any:
     return first.array if isinstance(first, Fixed) else state[first]
 
 
-def entering(place: LeafPlace, aval: Any) -> Callable[[Any], Any]:
-    return (lambda x: x) if place.mesh is None else to_place(place, aval)
+def entering(place: LeafPlace, aval: Any) -> Callable[[Any, bool], Any]:
+    """The function that puts a value with which a run begins in place: a copy if the taker wants it alone."""
+    to = (lambda x: x) if place.mesh is None else to_place(place, aval)
+
+    def enter(x: Any, alone: bool = False) -> Any:
+        if isinstance(x, SpreadValue):
+            x = x.array if x.mesh == place.mesh else x.value
+        return to(copied(x) if alone else x)
+
+    return enter

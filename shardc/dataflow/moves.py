@@ -16,9 +16,12 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from shardc.arrays.frozen import read_only
+from shardc.arrays.place import Place
 from shardc.arrays.placed import as_jax, is_placed, put_leaf
 from shardc.dataflow.network import Edge, HandedLeaf
 from shardc.dataflow.work import LeafPlace
+from shardc.execute.ways import Way, Ways
+from shardc.machine.mesh import border
 from shardc.sbp.signature import is_extended
 
 LeafMove = Callable[[Any], Any]
@@ -49,6 +52,26 @@ def _leaf_mover(edge: Edge, move: HandedLeaf) -> LeafMove | None:
     if edge.places(move)[0].mesh is None and edge.takes_over(move):
         return lambda x: to(copied(x) if isinstance(x, jax.Array) else x)  # a user's array may lie there already
     return (lambda x: to(copied(x))) if move.copied else to
+
+
+def ways_of(edge: Edge, giver_process: int | None, taker_process: int | None, wide: bool) -> Ways:
+    """The ways of the values of an edge.
+
+    Args:
+      edge: the edge.
+      giver_process, taker_process: the processes of its ends, for what lies on the host there; None: each process has
+        it.
+      wide: whether numbers of 64 bits are on.
+    """
+    found: list[Way] = []
+    for m in edge.moves:
+        here, there = edge.places(m)
+        aval = edge.giver.results[m.output]
+        given = Place(aval, here.mesh, here.placement, giver_process if here.placement is None else None)
+        taken = Place(aval, there.mesh, there.placement, taker_process if there.placement is None else None)
+        link = border(*(None if p.on_host else p.mesh for p in (given, taken)))
+        found.append(Way(given, taken, link, m.copied))
+    return Ways(found, wide)
 
 
 def to_place(place: LeafPlace, aval: Any) -> LeafMove:

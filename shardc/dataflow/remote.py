@@ -1,8 +1,8 @@
-"""A flow in several processes: which process runs which actor, messages as bytes, and what all processes get to know.
+"""A flow in several processes: what they compare before a run, and what all of them get to know.
 
-Every process runs the same script and traces the same round. An actor runs where the devices of its mesh are; Python on
-the host runs beside what reads its results, or where `process=` says. The inputs are read by process 0. Each process
-hands its own state to the nodes that it runs, so values are compared before the first round.
+Every process runs the same script and traces the same round. An actor runs where the devices of its meshes are, in all
+their processes; Python on the host runs beside what reads its results, or where `process=` says. The inputs are read by
+process 0. Each process hands its own state to the nodes that it runs, so values are compared before the first round.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import hashlib
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -20,18 +20,17 @@ import numpy as np
 from jax.sharding import Mesh
 
 from shardc.arrays.fetch import of_words, words
-from shardc.arrays.pieces import pack_array, unpack_array
+from shardc.arrays.place import place_of
 from shardc.arrays.placed import as_jax
 from shardc.arrays.remote_array import RemoteArray, is_remote, is_small
-from shardc.dataflow.beginning import LateValue, LateValues
-from shardc.dataflow.moves import LeafMove, stay, to_place
-from shardc.dataflow.network import Edge
+from shardc.dataflow.beginning import Holder, LateValue, LateValues, SpreadValue
 from shardc.dataflow.plan import PlannedFlow
 from shardc.dataflow.round import Fixed, FlowNode
 from shardc.dataflow.shared import Shared
 from shardc.dataflow.value import RoundValue
 from shardc.dataflow.work import HOST
 from shardc.errors import RoundFailedError
+from shardc.execute.network_run import NetworkRun
 from shardc.execute.process_group import (
     ProcessGroup,
     environment,
@@ -40,12 +39,10 @@ from shardc.execute.process_group import (
     value_facts,
     value_text,
 )
-from shardc.execute.network_run import NetworkRun
 from shardc.execute.remote_values import bring, whole
 from shardc.machine.devices import me
 from shardc.passes.trace.trace import is_array
 from shardc.runtime.calls import processes_text, refuse_unlike
-from shardc.runtime.transport.link import Packed
 
 _log: Final = logging.getLogger("shardc")
 _HAS: Final = "the values that it has"
@@ -245,18 +242,37 @@ class FlowProcesses:
 
     def brought(self, state: Sequence[Any]) -> list[Any]:
         """The state with those leaves here that a process reads when a run begins that has not made them."""
-        readers: dict[int, set[int]] = {}
+        readers: dict[int, set[Holder]] = {}
         for edge in self._built.edges:
-            for i in (f for m in edge.moves for f in m.first if isinstance(f, int)):
-                readers.setdefault(i, set()).update(self._processes_of(edge.taker))
+            for m in edge.moves:
+                for i in (f for f in m.first if isinstance(f, int)):
+                    readers.setdefault(i, set()).add((edge.taker, edge.places(m)[1]))
         for node, constants in self._built.constants.items():
-            for i in constants.values():
-                readers.setdefault(i, set()).update(self._processes_of(node))
-        makers = {i: set(self._processes_of(o.node)) for i, o in enumerate(self._built.state) if o.node is not None}
-        wanted = [i for i, found in sorted(readers.items()) if len(found) > 1 or not found <= makers.get(i, found)]
+            for at, i in constants.items():
+                readers.setdefault(i, set()).add((node, node.work.takes[at]))
+        for i, o in enumerate(self._built.state):
+            if o.node is not None and i in readers:
+                readers[i].add((o.node, o.node.work.gives[o.index]))
+        wanted = [i for i, who in sorted(readers.items()) if self._are_apart(who)]
         found = list(state)
-        for i, x in zip(wanted, bring([state[i] for i in wanted], self._name), strict=True):
+        for i, x in zip(wanted, self._bring([(state[i], readers[i]) for i in wanted], self._name), strict=True):
             found[i] = x
+        return found
+
+    def _are_apart(self, who: Collection[Holder]) -> bool:
+        """Whether a value of these nodes may be missing in the process of one of them."""
+        return len({p for n, _ in who for p in self._processes_of(n)}) > 1
+
+    def _bring(self, values: Sequence[tuple[Any, Collection[Holder]]], what: str = "shardc.fetch") -> list[Any]:
+        """Values that nodes of several processes take, in all of these: a value with pieces in other processes is whole
+        here beside them, for nodes on other meshes."""
+        takers = [sorted({p for n, _ in who for p in self._processes_of(n)}) for _, who in values]
+        found = bring([x for x, _ in values], what, takers)
+        for i, (x, (_, who)) in enumerate(zip(found, values, strict=True)):
+            if isinstance(x, jax.Array) and not is_remote(x) and not x.is_fully_addressable:
+                mesh = place_of(x).mesh
+                if any(at.mesh != mesh for _, at in who):
+                    found[i] = SpreadValue(x, mesh, of_words(np.asarray(words(whole(x))), x.dtype))
         return found
 
     def last_state(self, leaf: Callable[[int], Any], first: Sequence[Any]) -> list[Any]:
@@ -294,12 +310,9 @@ class FlowProcesses:
 
     def brought_late(self, late: LateValues, made: Mapping[tuple[LateValue, int], Any]) -> dict[Any, Any]:
         """Late values with those here that nodes of several processes take."""
-        wanted = [
-            (value, k)
-            for value, k in late.entries()
-            if len({p for n, _ in value.back[k] for p in self._processes_of(n)} | {*self._home(value, k)}) > 1
-        ]
-        return {**made, **dict(zip(wanted, bring([made[key] for key in wanted]), strict=True))}
+        wanted = [(value, k) for value, k in late.entries() if self._are_apart(value.back[k])]
+        values = [(made[value, k], value.back[k]) for value, k in wanted]
+        return {**made, **dict(zip(wanted, self._bring(values), strict=True))}
 
     def known_late(self, late: LateValues, made: Mapping[tuple[LateValue, int], Any]) -> dict[Any, Any]:
         """The late values that a run leaves, in all processes: of what is on the devices of another one, only where it
@@ -328,7 +341,7 @@ class FlowProcesses:
         return self.tell([Told((n, i), n.results[i], self._processes_of(n), xs) for (n, i), xs in logs.items()])
 
     def _processes_of(self, node: FlowNode) -> Sequence[int]:
-        return self._built.processes[self._built.actor[node]]
+        return self._built.processes_of(node)
 
     def _is_here(self, node: FlowNode) -> bool:
         return self.cluster.me in self._processes_of(node)
@@ -354,61 +367,3 @@ class FlowProcesses:
 def _readable(x: Any) -> Any:
     """A value that this process can read; the processes of its mesh call this together."""
     return whole(x) if isinstance(x, jax.Array) and not x.is_fully_addressable else x
-
-
-def sender(keep: Sequence[bool]) -> LeafMove:
-    """The function that readies a message for a link. `keep`: the values that may be overwritten before they are sent;
-    these are copied."""
-
-    def ready(values: tuple[Any, ...]) -> tuple[Any, ...]:
-        made = tuple(x.copy() if c and isinstance(x, jax.Array) else x for x, c in zip(values, keep, strict=True))
-        for x in made:
-            if isinstance(x, jax.Array):
-                words(x).copy_to_host_async()
-        return made
-
-    return ready
-
-
-class FlowCodec:
-    """The messages of a flow's channels as bytes (`shardc.runtime.distributed_network.Codec`): logical values."""
-
-    def __init__(self, edges: Sequence[Edge], wide: bool) -> None:
-        self._edges, self._wide = edges, wide
-        self._entries: dict[int, list[tuple[Any, LeafMove]]] = {}
-
-    def is_ready(self, value: Any) -> bool:
-        arrays: list[Any] = [words(x) for x in value if isinstance(x, jax.Array)]
-        return all(x.is_ready() for x in arrays)
-
-    def pack(self, channel: int, peer: int, value: Any) -> Packed:
-        del channel, peer
-        heads: list[tuple[str, int]] = []
-        buffers: list[memoryview] = []
-        for x in value:
-            about, parts = pack_array(np.asarray(words(x)) if isinstance(x, jax.Array) else np.asarray(x))
-            heads.append((bytes(about).decode(), len(parts)))
-            buffers += parts
-        return json.dumps(heads).encode(), buffers
-
-    def unpack(self, channel: int, parts: Mapping[int, Packed]) -> Any:
-        ((about, buffers),) = parts.values()
-        rest = iter(buffers)
-        with jax.enable_x64(self._wide):
-            return tuple(
-                enter(of_words(unpack_array((head.encode(), [next(rest) for _ in range(count)])), aval.dtype))
-                for (head, count), (aval, enter) in zip(json.loads(about), self._ends(channel), strict=True)
-            )
-
-    def _ends(self, channel: int) -> list[tuple[Any, LeafMove]]:
-        if channel not in self._entries:
-            edge = self._edges[channel]
-            self._entries[channel] = [
-                (
-                    edge.giver.results[m.output],
-                    stay if (place := edge.places(m)[1]).mesh is None or place.placement is None
-                    else to_place(place, edge.giver.results[m.output]),
-                )
-                for m in edge.moves
-            ]  # fmt: skip
-        return self._entries[channel]

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from shardc.dataflow.beginning import LateValue, LateValues, entering, known
+from shardc.dataflow.beginning import LateValue, LateValues, array_of, entering, known
 from shardc.dataflow.chart import FlowChart, measured_flow_chart
 from shardc.dataflow.page import flow_page
 from shardc.dataflow.plan import PlannedFlow
@@ -80,6 +80,7 @@ class RunResults:
 
     Attributes:
       given: the arguments of each node that are known from the start.
+      number: of the run.
       fired: how often each step has run.
       turns: a context in which calls take the turns of the gang's client that runs the flow.
       record: whether each node is waited for, so that its times are those of its devices.
@@ -91,7 +92,7 @@ class RunResults:
         past: Mapping[tuple[LateValue, int], Any],
     ) -> None:  # fmt: skip
         self._plan, self._built, self._here, self._late, self._past = plan, plan.built, here, late, past
-        self.record = False
+        self.record, self.number = False, 0
         self.python: dict[str, list[float]] = {n.name: [] for n in here if n.work.where == "thread"}
         self.turns: Callable[[], AbstractContextManager[object]] = nullcontext
         self.fired = dict.fromkeys((s.label for row in plan.network.actors for s in row), 0)
@@ -99,7 +100,7 @@ class RunResults:
         for node in plan.nodes:
             leaves = [None if isinstance(x, RoundValue) else x for x in node.given]
             for at, i in plan.built.constants[node].items() if node in here else ():
-                leaves[at] = entering(node.work.takes[at], node.given[at].aval)(state[i])
+                leaves[at] = entering(node.work.takes[at], node.given[at].aval)(state[i], False)
             self.given[node] = leaves
         inputs = plan.nodes[0]
         if items is not None:
@@ -112,7 +113,7 @@ class RunResults:
         for origin in plan.built.state:
             if origin.node is not None:
                 self._state[origin.node] = {}
-        self._first_state = list(state)
+        self._first_state = list(map(array_of, state))
         self._newest = dict.fromkeys(self._state, -1)
         self._behind = max((o.delay - 1 for o in plan.built.state if o.node is not None), default=0)
         self._lock = threading.Lock()

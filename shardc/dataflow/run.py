@@ -10,17 +10,16 @@ from typing import Any, Final, TypeAlias
 
 import jax
 
-from shardc.dataflow.beginning import Beginning
-from shardc.dataflow.moves import copied, mover, on_host, stay
+from shardc.arrays.placed import is_placed
+from shardc.dataflow.beginning import Beginning, FirstMessage, array_of
+from shardc.dataflow.moves import copied, mover, on_host, stay, ways_of
 from shardc.dataflow.network import Edge, NodeStep
 from shardc.dataflow.plan import PlannedFlow
 from shardc.dataflow.remote import (
-    FlowCodec,
     FlowProcesses,
     RunFacts,
     agree_on_run,
     digest_of,
-    sender,
     values_of_nodes,
     values_of_state,
 )
@@ -31,10 +30,12 @@ from shardc.dataflow.timing.resources import devices_of
 from shardc.dataflow.value import RoundValue
 from shardc.dataflow.work import HostWork
 from shardc.errors import FlowError, PeerLostError, PipelineError, PipelineTaskError, RoundFailedError
-from shardc.execute.pipeline_executable import IN_FLIGHT
+from shardc.execute.agreement import known_calls
 from shardc.execute.network_run import NetworkRun
+from shardc.execute.pipeline_executable import IN_FLIGHT
 from shardc.execute.process_group import group_of_run
 from shardc.execute.recording import Recording
+from shardc.execute.ways import Ways, WaysCodec
 from shardc.machine.devices import me
 from shardc.passes.trace.trace import settings, under
 from shardc.runtime.actor import Message, Span, Step
@@ -71,6 +72,7 @@ class FlowRun:
         self._here = frozenset(n for n in plan.nodes if me() in self._processes[plan.built.actor[n]])
         self._is_of_several = {p for ps in self._processes for p in ps} != {me()}
         self._remote: FlowProcesses | None = None
+        self._ways: Sequence[Ways | None] = [None] * len(plan.edges)
         self._steps = {s.label: s for row in plan.network.actors for s in row}
         self._beginning = Beginning(plan, self._here)
         works = shared_works(plan.nodes)
@@ -92,11 +94,11 @@ class FlowRun:
                 if self.is_here(node):
                     node.work.begin()
             actors = len(self._built.rows)
-            edges = {id(c): e for c, e in zip(self.plan.network.channels, self._built.edges, strict=True)}
+            numbers = {id(c): i for i, c in enumerate(self.plan.network.channels)}
             self._executor = Executor(
                 self.plan.network,
                 self._task,
-                transports=lambda c: self._mover(edges[id(c)]),
+                transports=lambda c: self._mover(numbers[id(c)]),
                 limit=LaunchLimit(max(2, IN_FLIGHT // actors), _wait, _is_ready),
                 threads=Threads(None, self.plan.name),
                 share=None if network is None else network.share,
@@ -107,8 +109,17 @@ class FlowRun:
 
     def _network_run(self) -> NetworkRun:
         plan, wide = self.plan, bool(settings()[0])
-        codec = FlowCodec(self._built.edges, wide)
-        return NetworkRun(plan.network, digest_of(plan), self._processes, codec, f"{plan.round.where}: its nodes")
+        self._ways = [self._ways_of(e, wide) for e in self._built.edges]
+        crossing = [c for c, e in enumerate(self._built.edges) if self._built.crosses(e)]
+        what = f"{plan.round.where}: its nodes"
+        return NetworkRun(plan.network, digest_of(plan), self._processes, WaysCodec(self._ways), what, crossing)
+
+    def _ways_of(self, edge: Edge, wide: bool) -> Ways | None:
+        """The ways of the values of an edge of which several processes have a part; None for other edges."""
+        giver, taker = self._built.processes_of(edge.giver), self._built.processes_of(edge.taker)
+        if not edge.moves or len({*giver, *taker}) == 1:
+            return None
+        return ways_of(edge, giver[0], taker[0], wide)
 
     def is_here(self, node: FlowNode) -> bool:
         """Whether a node runs in this process."""
@@ -119,12 +130,12 @@ class FlowRun:
         mine = {d for m in node.work.meshes for d in devices_of(m)}
         return [s.lock for s in self._shared if mine & devices_of(s.mesh)]
 
-    def _mover(self, edge: Edge) -> Callable[[Any], Any]:
+    def _mover(self, channel: int) -> Callable[[Any], Any]:
+        edge, ways = self._built.edges[channel], self._ways[channel]
         if not self.is_here(edge.giver):
             return stay
-        if not self.is_here(edge.taker):
-            return sender([self._built.is_donated(edge.giver, m.output) for m in edge.moves])
-        return _locked(self._locks(edge.giver), _transport(edge))
+        move = _transport(edge) if ways is None else _leaving(ways)
+        return _locked(self._locks(edge.giver), move)
 
     def close(self) -> None:
         """End the threads and the processes of host functions."""
@@ -148,6 +159,8 @@ class FlowRun:
         slots = [(k, i, m.argument) for k, (c, _) in enumerate(step.takes) for i, m in enumerate(edges[c].moves)]
         gives = [[m.output for m in edges[c].moves] for c, _ in step.gives]
         logged, held = self._kept(node)
+        arrivals = [_arriving(self._ways[c]) for c, _ in step.takes]
+        together = self._together(node)
         again = [
             at for at in work.donated if not isinstance(node.given[at], RoundValue) or at in self._built.constants[node]
         ]
@@ -161,13 +174,16 @@ class FlowRun:
         def run(values: list[Any]) -> list[Any]:  # it holds no FlowRun: dropping that one ends the threads
             current = now.run
             assert current is not None
+            together(current.number)
             given = list(current.given[node])
             for argument in again:
                 given[argument] = copied(given[argument])
+            taken = [arrive(x) for arrive, x in zip(arrivals, values, strict=True)]
             for k, i, argument in slots:
-                given[argument] = values[k][i]
+                given[argument] = taken[k][i]
+            del taken
             round = current.fired[step.label] * period + at
-            with under(known), current.turns():
+            with under(known), current.turns(), known_calls():
                 try:
                     begin = thread_time()
                     made = start(given if on_mesh else on_host(given), round)
@@ -195,6 +211,13 @@ class FlowRun:
             return sent
 
         return run
+
+    def _together(self, node: FlowNode) -> Callable[[int], None]:
+        """The function that waits, in a run, until all processes of a node have come to its next step."""
+        if self._remote is None or len(self._built.processes_of(node)) == 1:
+            return lambda run: None
+        network, actor = self._remote.run.network, self._built.actor[node]
+        return lambda run: network.together(run, actor)
 
     def _kept(self, node: FlowNode) -> tuple[list[tuple[int, _Keep]], list[tuple[int, _Keep]]]:
         """The results that are returned, and those that are parts of the state, with what is kept of each: a copy if
@@ -259,7 +282,7 @@ class FlowRun:
         state = self._beginning.own(state if remote is None else remote.brought(state))
         first, past = self._beginning.first(state, made), self._beginning.past(state, made)
         self._now.run = current = RunResults(self.plan, self._here, state, items, late, past)
-        current.record = record
+        current.record, current.number = record, executor.runs + 1
         if (client := calling_client()) is not None:
             current.turns = client.calling
         for pot in self._pots:
@@ -269,7 +292,8 @@ class FlowRun:
         if remote is not None:
             complete = remote.agreed(executor.runs, complete)
             current.share_logs(remote)
-        left = self._beginning.left(executor.left, complete) | current.past(complete)
+        arrived = {m: [self._arrived(m, x) for x in values] for m, values in sorted(executor.left.items())}
+        left = self._beginning.left(arrived, complete) | current.past(complete)
         if remote is not None:
             left = remote.known_late(late, left)
         executor.left = {}
@@ -278,7 +302,11 @@ class FlowRun:
         given.writes = remote is None or not remote.cluster.me
         if remote is None:
             return current.state(complete - 1), given
-        return remote.last_state(lambda i: current.leaf(i, complete - 1), state), given
+        return remote.last_state(lambda i: current.leaf(i, complete - 1), list(map(array_of, state))), given
+
+    def _arrived(self, message: Message, values: Any) -> Any:
+        """A message that no step has taken, where it is taken. All processes of its taker call this in one order."""
+        return _arriving(self._ways[message[0]])(values)
 
     def _agree(self, state: Sequence[Any], items: Any, rounds: int, pending: Any) -> None:
         """Agree with the other processes on the run, before its first round.
@@ -372,6 +400,26 @@ def _transport(edge: Edge) -> Callable[[Any], Any]:
             return move(values)
 
     return moved
+
+
+def _leaving(ways: Ways) -> Callable[[Any], Any]:
+    """What the giver's thread does with a message of which several processes have a part."""
+    return lambda values: ways.leave([x.physical if is_placed(x) else x for x in values])
+
+
+def _arriving(ways: Ways | None) -> Callable[[Any], Any]:
+    """What the taker's thread does with it."""
+    if ways is None:
+        return stay
+    places = [w.taken for w in ways.ways]
+
+    def arrive(values: Any) -> Any:
+        if isinstance(values, FirstMessage):
+            return values
+        there = ways.arrive(values)
+        return tuple(x if place.on_host else place.leave(x) for x, place in zip(there, places, strict=True))
+
+    return arrive
 
 
 def _wait(values: list[Any]) -> None:

@@ -1,15 +1,15 @@
 """A network that runs in several processes: its part in this one, and values sent besides its messages.
 
 Besides the messages between actors, values go from process to process: arguments that several actors read, small
-results, the state after a run. The *home* of a value sends it; of several processes that have it the first one does, and
-all of them call `send` together where its pieces are spread over them.
+results, the state after a run. The *home* of a value sends it: of several processes that have it, the first one. All of
+them call `send` together where its pieces are spread over them.
 """
 
 from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from time import monotonic
 from typing import Any, Final
@@ -45,24 +45,28 @@ class NetworkRun:
       places: for each actor the processes that run it.
       codec: of its messages.
       what: what runs in the processes, for errors: `step: its stages`.
+      crossing: as in `DistributedNetwork`.
 
     Raises:
       ClusterError: this process runs alone.
     """
 
-    def __init__(self, net: Network, digest: str, places: Sequence[Sequence[int]], codec: Codec, what: str) -> None:
+    def __init__(  # a network, and where it runs
+        self, net: Network, digest: str, places: Sequence[Sequence[int]], codec: Codec, what: str,
+        crossing: Collection[int] = (),
+    ) -> None:  # fmt: skip
         cluster = current()
         if cluster is None or cluster.processes == 1:
             who = ", ".join(map(str, sorted({p for ps in places for p in ps})))
             raise ClusterError(
-                f"{what} are in processes {who}, which know nothing of each other; start them with python -m shardc run "
-                "--processes n script.py."
+                f"{what} are in processes {who}, which know nothing of each other; start them with "
+                "python -m shardc run --processes n script.py."
             )
         self.cluster: Cluster = cluster
         self._epoch = cluster.epoch
         links = {p: cluster.link(p) for p in range(cluster.processes) if p != cluster.me}
         number = int.from_bytes(hashlib.sha256(f"{digest} {cluster.count(digest)}".encode()).digest()[:8])
-        self.network = DistributedNetwork(net, number, places, links, codec)
+        self.network = DistributedNetwork(net, number, places, links, codec, crossing)
         self._finalizer = weakref.finalize(self, _close, self.network, cluster)
 
     @property
@@ -73,7 +77,10 @@ class NetworkRun:
     @property
     def share(self) -> ProcessShare:
         """The actors of this process, for the executor."""
-        return ProcessShare(self.network.mine, self.network.ports, self.cluster.config.patience, look_at_run)
+        net = self.network
+        return ProcessShare(
+            net.mine, net.ports, self.cluster.config.patience, look_at_run, net.channels, net.others
+        )  # fmt: skip
 
     def open(self, executor: Executor) -> None:
         """Open the part of the network here, when all processes do; from now on it says for whom its actors wait."""

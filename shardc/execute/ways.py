@@ -38,7 +38,7 @@ from shardc.runtime.transport.link import Packed
 from shardc.sbp.boxing import Boxing
 from shardc.sbp.layout import bits_of, physical_shape, physical_spec
 from shardc.sbp.placement import Placement, local_shape
-from shardc.sbp.way import Index, WayPlan, boxes, plan_way
+from shardc.sbp.way import Index, WayPlan, boxes, plan_way, plan_within
 
 Local: TypeAlias = tuple[int, ...]
 """Where a box begins in the block of a device."""
@@ -72,13 +72,19 @@ class Way:
             return given.mesh is None and taken.mesh is None and self.is_here
         return given.mesh == taken.mesh and given.placement == taken.placement
 
+    @property
+    def is_within(self) -> bool:
+        """Whether both places are on one mesh: then a boxing is all."""
+        return self.given.mesh == self.taken.mesh and not (self.given.on_host or self.taken.on_host)
+
     @cached_property
     def plan(self) -> WayPlan:
         given, taken = self.given, self.taken
-        shape = (*given.shape, *given.words[0])
-        together = None if self.is_here else taken.processes
-        itemsize = int(given.words[1].itemsize)
-        return plan_way(shape, itemsize, given.at, given.view, taken.at, taken.view, self.link, together)
+        shape, itemsize = (*given.shape, *given.words[0]), int(given.words[1].itemsize)
+        if self.is_within and given.view is not None:
+            return plan_within(shape, itemsize, given.at, taken.at, given.view, self.link)
+        ends = (None, None) if self.is_here else (taken.processes, given.processes)
+        return plan_way(shape, itemsize, given.at, given.view, taken.at, taken.view, self.link, *ends)
 
     @cached_property
     def held(self) -> list[Index]:
@@ -120,7 +126,8 @@ class Way:
         return x.copy() if self.copied else x
 
     def pack(self, x: Any, peer: int) -> list[memoryview]:
-        """The bytes of the parcels from this process to another one, in the order of the plan. Waits for the device."""
+        """The bytes of the parcels from this process to another one, or copies of those for itself, in the order of the
+        plan. Waits for the device."""
         mine = [p for p in self.plan.parcels if self._goes(p, me(), peer)]
         if not mine:
             return []
@@ -132,7 +139,8 @@ class Way:
             sources = {p.source for p in mine}
             shards = {number[s.device]: s.data for s in x.addressable_shards}
             blocks = {i: np.asarray(shards[i]) for i in sources}
-        return [as_bytes(blocks[p.source][_slices(p.box, self.held[p.source])]) for p in mine]
+        parts = [blocks[p.source][_slices(p.box, self.held[p.source])] for p in mine]
+        return [as_bytes(part.copy() if peer == me() else part) for part in parts]
 
     def _goes(self, parcel: Any, giver: int, taker: int) -> bool:
         return self.given.processes[parcel.source] == giver and self.taken.processes[parcel.targets[0]] == taker
@@ -265,7 +273,8 @@ class Ways:
     @cached_property
     def _crossing(self) -> list[int]:
         """The values that cross from devices to devices."""
-        return [i for i, w in enumerate(self.ways) if not (w.stays or w.given.on_host or w.taken.on_host)]
+        ends = [(w, w.given.on_host or w.taken.on_host) for w in self.ways]
+        return [i for i, (w, host) in enumerate(ends) if not (w.stays or w.is_within or host)]
 
     @cached_property
     def _cross(self) -> Crossing:
@@ -292,8 +301,8 @@ class Ways:
     def pack(self, peer: int, values: Sequence[Any]) -> Packed:
         """The part of a message for another process."""
         buffers = [b for w, x in zip(self.ways, values, strict=True) for b in w.pack(x, peer)]
-        self.sent += sum(b.nbytes for b in buffers)
-        counts = [len([p for p in w.plan.parcels if w._goes(p, me(), peer)]) for w in self.ways]  # noqa: SLF001
+        self.sent += sum(b.nbytes for b in buffers) if peer != me() else 0
+        counts = [len([p for p in w.plan.parcels if w._goes(p, me(), peer)]) for w in self.ways]
         return json.dumps([self._digest.decode(), counts]).encode(), buffers
 
     def unpack(self, parts: Mapping[int, Packed]) -> tuple[Any, ...]:
@@ -412,7 +421,7 @@ class Crossing:
         return [next(joined) if i in self._joined else self._put_together(i, came) for i in range(len(given))]
 
     def _put_together(self, i: int, came: Mapping[tuple[int, int, int, int], Any]) -> jax.Array:
-        shape, sharding = self._ways[i]._arrived  # noqa: SLF001
+        shape, sharding = self._ways[i]._arrived
         pieces = [came[i, 0, 0, t] for t in range(len(self._targets))]
         return jax.make_array_from_single_device_arrays(shape, sharding, pieces)
 

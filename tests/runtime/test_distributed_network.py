@@ -116,10 +116,17 @@ def rows_of(part):
 
 @pytest.mark.parametrize(
     "places",
-    [[[0, 1], [2]], [[0], [1, 2]], [[0, 1], [2, 3]], [[0, 1, 2], [3, 4]]],
-    ids=["two give", "two take", "two to two", "three to two"],
-)
-def test_an_island_gives_and_takes_together(places):
+    [
+        [[0, 1], [2]], [[0], [1, 2]], [[0, 1], [2, 3]], [[0, 1, 2], [3, 4]],
+        [[0, 1], [0]], [[0], [0, 1]], [[0, 1], [0, 1]], [[0, 1], [1, 2]],
+    ],
+    ids=[
+        "two give", "two take", "two to two", "three to two",
+        "two to one of them", "one of two to both", "two to themselves", "two to two with one in both",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("ready", [True, False])
+def test_an_island_gives_and_takes_together(places, ready):
     """Each giver sends its part; each taker gets all, in the order of processes; a register waits for all takers."""
     net, seen, running = one_way(12, registers=1), {}, {}
     lock = threading.Lock()
@@ -143,7 +150,7 @@ def test_an_island_gives_and_takes_together(places):
 
         return task
 
-    with sides_of(net, places, tasks) as sides:
+    with sides_of(net, places, tasks, crossing=[0], codec=Codec(ready)) as sides:
         for _ in range(3):
             running.clear()
             together(*(s.run for s in sides))
@@ -180,15 +187,6 @@ def test_a_failure_in_an_island_reaches_the_processes_of_the_same_actor():
         failing[0] = False
         together(*(lambda s=s: s.run(3) for s in sides))
         assert [s.error for s in sides] == [None] * 3
-
-
-def test_actors_that_share_some_of_their_processes():
-    with links_of(3) as links, pytest.raises(PipelineError) as error:
-        Side(one_way(2), 1, [[0, 1], [1, 2]], links[1], tasks_of(one_way(2), lambda *_: None)(1))
-    assert str(error.value) == (
-        "Two actors of a channel share all of their processes or none:\n"
-        '  channel "c" goes from actor 0 in [0, 1] to actor 1 in [1, 2].'
-    )
 
 
 def test_one_process_alone():

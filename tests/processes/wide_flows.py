@@ -1,0 +1,181 @@
+"""Flows with a mesh of several processes, against a plain loop and the same flow in one process.
+
+    python -m shardc run --processes 4 --islands 2 --devices 2 -m tests.processes.wide_flows NAME ...
+
+runs cases by name. Process 0 prints `ok NAME` for each. The learner is on the first two processes; each of the others has
+a sampler; with two processes samplers are on devices of these.
+"""
+
+import sys
+import tempfile
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+import shardc
+from shardc import B, S
+from shardc.arrays.remote_array import RemoteArray
+from shardc.runtime.cluster import current
+
+DEVICES = shardc.devices()
+PROCESSES = current().processes
+PER = len(DEVICES) // PROCESSES
+OF = [DEVICES[PER * p : PER * (p + 1)] for p in range(PROCESSES)]
+ALONE = PROCESSES == 2
+LEARNER = Mesh(np.array([d for p in (0, 1) for d in OF[p][: PER // 2 if ALONE else PER]]), ("data",))
+SAMPLERS = [Mesh(np.array(ds[PER // 2 :] if ALONE else ds), ("x",)) for ds in (OF if ALONE else OF[2:])]
+ONE_SAMPLER = [Mesh(np.array([d for m in SAMPLERS for d in m.devices.flat]), ("x",))]
+"""One sampler on the devices of all of them."""
+ROWS, WIDE, OUT = 8, 40, 12
+START = {"w": np.linspace(-1, 1, WIDE * OUT, dtype=np.float32).reshape(WIDE, OUT), "n": np.zeros((), np.int32)}
+CASES = {}
+
+
+def case(fn):
+    CASES[fn.__name__] = fn
+    return fn
+
+
+def sample(w, x):
+    return jnp.tanh(x @ w) + x[:, :OUT]
+
+
+def learn(state, parts):
+    w, n = state["w"], state["n"]
+    ys = jnp.concatenate([y for _, y in parts])
+    xs = jnp.concatenate([x for x, _ in parts])
+    loss, g = jax.value_and_grad(lambda w: jnp.mean((jnp.sin(xs @ w) - ys) ** 2))(w)
+    return {"w": w - 0.3 * g, "n": n + 1}, {"loss": loss, "rows": jnp.sin(xs @ w).sum(1)}
+
+
+def batch(k, i):
+    if k == 77 and i == 1:
+        raise ValueError("bad file")
+    return np.random.default_rng([int(k), int(i)]).normal(size=(ROWS, WIDE)).astype(np.float32)
+
+
+def norm(w):
+    return np.float32(np.abs(w).sum())
+
+
+HELD = {"state": {"w": {"data": S(0)}, "n": {"data": B}}}
+LEARN = shardc.function(learn, mesh=LEARNER, in_placements=HELD, donate_argnames="state")
+
+
+def train_of(delay, process=None, samplers=SAMPLERS):
+    read = shardc.host(batch, gives=jax.ShapeDtypeStruct((ROWS, WIDE), jnp.float32))
+    sample_on = [shardc.function(sample, mesh=m, in_placements={"x": {"x": S(0)}}) for m in samplers]
+    look = shardc.host(norm, gives=jax.ShapeDtypeStruct((), jnp.float32), process=process)
+
+    @shardc.flow
+    def train(state, k):
+        w = shardc.late(state["w"], delay)
+        parts = []
+        for i, f in enumerate(sample_on):
+            x = read(k, i)
+            parts.append((x, f(w, x)))
+        state, given = LEARN(state, parts)
+        return state, {**given, "norm": shardc.every(2, look)(state["w"])}
+
+    return train
+
+
+def loop(delay, rounds, samplers=SAMPLERS):
+    """The states and results of a plain loop."""
+    states, found = [jax.tree.map(jnp.asarray, START)], []
+    for k in range(rounds):
+        w = states[max(0, k - delay)]["w"]
+        xs = [batch(k, i) for i in range(len(samplers))]
+        state, given = learn(states[-1], [(x, sample(w, x)) for x in xs])
+        states.append(state)
+        found.append(given)
+    return states, found
+
+
+def close_to(state, want):
+    np.testing.assert_allclose(shardc.fetch(state["w"]), want["w"], rtol=1e-4, atol=1e-6)
+
+
+@case
+def a_learner_of_two_processes():
+    for delay, process in ((0, None), (1, 1), (3, PROCESSES - 1)):
+        train, (states, want) = train_of(delay, process), loop(delay, 8)
+        state, given = train.run(START, range(8))
+        for k, (found, wanted) in enumerate(zip(given, want, strict=True)):
+            np.testing.assert_allclose(float(found["loss"]), wanted["loss"], rtol=1e-4)
+            np.testing.assert_allclose(found["rows"], wanted["rows"], rtol=1e-4, atol=1e-5)
+            assert (found["norm"] is not None) == bool(k % 2)
+            if k % 2:
+                np.testing.assert_allclose(found["norm"], norm(np.asarray(states[k + 1]["w"])), rtol=1e-4)
+        me = current().me
+        assert isinstance(state["w"], RemoteArray) == (me > 1)
+        assert me > 1 or len(state["w"].sharding.device_set) == LEARNER.devices.size
+        assert int(shardc.fetch(state["n"])) == 8
+        close_to(state, states[8])
+        train.close()
+
+
+@case
+def a_run_goes_on():
+    for delay in (0, 2):
+        train, (states, _) = train_of(delay), loop(delay, 9)
+        state, pending = START, None
+        for first in (0, 3, 6):
+            state, given = train.run(state, range(first, first + 3), pending=pending)
+            pending = given.pending
+        close_to(state, states[9])
+        train.close()
+
+
+@case
+def two_meshes_of_several_processes():
+    train, (states, want) = train_of(1, samplers=ONE_SAMPLER), loop(1, 8, ONE_SAMPLER)
+    state, given = train.run(START, range(8))
+    np.testing.assert_allclose([float(g["loss"]) for g in given], [g["loss"] for g in want], rtol=1e-4)
+    close_to(state, states[8])
+    train.close()
+
+
+@case
+def a_failure_is_one_error_in_all():
+    train = train_of(1)
+    for _ in range(3):
+        with pytest.raises(shardc.RoundFailedError) as caught:
+            train.run(START, range(70, 90))
+        assert (caught.value.node, caught.value.round) == ("batch[1]", 7)
+        assert "ValueError: bad file" in str(caught.value)
+    states, _ = loop(1, 3)
+    state, _ = train.run(START, range(3))
+    close_to(state, states[3])
+    train.close()
+
+
+@case
+def checkpoints():
+    folder = current().gather("folder", tempfile.mkdtemp() if current().me == 0 else "")[0]
+    train, (states, _) = train_of(1, samplers=ONE_SAMPLER), loop(1, 6, ONE_SAMPLER)
+    late = train.plan(START, 0).pending
+    for until in (1, 3):
+        with shardc.checkpoints(folder) as saved:
+            (state, pending), first = saved.last(or_else=(START, late))
+            assert first == (0 if until == 1 else 1)
+            for i in range(first, until):
+                state, given = train.run(state, range(2 * i, 2 * i + 2), pending=pending)
+                pending = given.pending
+                saved.step(i, (state, pending))
+    close_to(state, states[6])
+    train.close()
+
+
+def main(names):
+    for name in names or CASES:
+        CASES[name]()
+        current().gather("done", name)
+        print("ok", name, flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
