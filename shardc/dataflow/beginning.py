@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 import jax
 
+from shardc.arrays.remote_array import RemoteArray
 from shardc.dataflow.moves import copied, to_place
 from shardc.dataflow.network import Edge, FlowNetwork, HandedLeaf
 from shardc.dataflow.plan import PlannedFlow
@@ -66,6 +67,11 @@ class LateValue:
     @property
     def aval(self) -> Any:
         return self.node.results[self.index]
+
+    def home(self, k: int) -> FlowNode | None:
+        """The node that hands on what the k-th last round made, of all that have it; None if all processes have it, or
+        nobody does."""
+        return self.back[k][0][0] if self.back.get(k) else None
 
 
 class LateValues:
@@ -312,7 +318,8 @@ class Beginning:
             delay = self._built.edges[channel].delay
             for j, values in enumerate(messages):
                 k = delay - (key - rounds) % period - j * period
-                found |= {(self.late.of_move[channel, i], k): x for i, x in enumerate(values)}
+                late = [(self.late.of_move[channel, i], x) for i, x in enumerate(values)]
+                found |= {(value, k): x for value, x in late if value.home(k) is self._built.edges[channel].taker}
         return found
 
 
@@ -332,6 +339,8 @@ def entering(place: LeafPlace, aval: Any) -> Callable[[Any, bool], Any]:
     def enter(x: Any, alone: bool = False) -> Any:
         if isinstance(x, SpreadValue):
             x = x.array if x.mesh == place.mesh else x.value
+        elif isinstance(x, RemoteArray) and x.arriving is not None:
+            x = x.arriving.wait()
         return to(copied(x) if alone else x)
 
     return enter

@@ -22,13 +22,13 @@ from jax.sharding import Mesh
 from shardc.arrays.fetch import of_words, words
 from shardc.arrays.place import place_of
 from shardc.arrays.placed import as_jax
-from shardc.arrays.remote_array import RemoteArray, is_remote, is_small
-from shardc.dataflow.beginning import Holder, LateValue, LateValues, SpreadValue
+from shardc.arrays.remote_array import Arrival, RemoteArray, is_remote, is_small
+from shardc.dataflow.beginning import Holder, LateValue, LateValues, SpreadValue, entering
 from shardc.dataflow.plan import PlannedFlow
 from shardc.dataflow.round import Fixed, FlowNode
 from shardc.dataflow.shared import Shared
 from shardc.dataflow.value import RoundValue
-from shardc.dataflow.work import HOST
+from shardc.dataflow.work import LeafPlace
 from shardc.errors import RoundFailedError
 from shardc.execute.network_run import NetworkRun
 from shardc.execute.process_group import (
@@ -284,8 +284,9 @@ class FlowProcesses:
         """
         origins = list(enumerate(self._built.state))
         made = {i: o.node for i, o in origins if o.node is not None}
-        here = {i: leaf(i) for i, n in made.items() if self._is_here(n)}
         avals = {i: v.aval for i, v in enumerate(self._built.round.state)}
+        gives = {i: o.node.work.gives[o.index] for i, o in origins if o.node is not None}
+        here = {i: _at(gives[i], avals[i], leaf(i)) for i, n in made.items() if self._is_here(n)}
         told = self.tell([
             Told(i, avals[i], self._processes_of(n), [here[i]] if i in here else [])
             for i, n in made.items() if is_small(avals[i]) or not n.work.meshes
@@ -296,17 +297,14 @@ class FlowProcesses:
                 found.append(first[origin.index])
             elif i in here:
                 found.append(here[i])
-            elif i in told:
-                found.append(told[i][0])
             else:
-                place = origin.node.work.gives[origin.index]
-                assert isinstance(place.mesh, Mesh) and place.placement is not None
-                found.append(RemoteArray(avals[i], place.placement, place.mesh))
+                found.append(_elsewhere(avals[i], gives[i], told.get(i, ())))
         return found
 
     def _home(self, value: LateValue, k: int) -> Sequence[int]:
         """The processes that have a late value when a run ends; none: all have it."""
-        return self._processes_of(value.back[k][0][0]) if value.back[k] else ()
+        home = value.home(k)
+        return () if home is None else self._processes_of(home)
 
     def brought_late(self, late: LateValues, made: Mapping[tuple[LateValue, int], Any]) -> dict[Any, Any]:
         """Late values with those here that nodes of several processes take."""
@@ -319,18 +317,20 @@ class FlowProcesses:
         is, unless it is small."""
         found: dict[Any, Any] = {}
         told: list[Told] = []
+        at: dict[tuple[LateValue, int], LeafPlace] = {}
         for value, k in late.entries():
-            home = self._home(value, k)
-            place = value.back[k][0][1] if value.back[k] else HOST
-            if (value, k) in made and (not home or self.cluster.me in home):
-                found[value, k] = made[value, k]
+            home, key = self._home(value, k), (value, k)
             if not home:
+                found |= {key: made[key]} if key in made else {}
                 continue
-            if isinstance(place.mesh, Mesh) and place.placement is not None and not is_small(value.aval):
-                found.setdefault((value, k), RemoteArray(value.aval, place.placement, place.mesh))
-                continue
-            told.append(Told((value, k), value.aval, home, [found[value, k]] if (value, k) in found else []))
-        return {**{key: xs[0] for key, xs in self.tell(told).items() if xs}, **found}
+            at[key] = place = value.back[k][0][1]
+            if key in made and self.cluster.me in home:
+                found[key] = _at(place, value.aval, made[key])
+            if not isinstance(place.mesh, Mesh) or place.placement is None or is_small(value.aval):
+                told.append(Told(key, value.aval, home, [found[key]] if key in found else []))
+        known = self.tell(told)
+        away = {key: place for key, place in at.items() if key not in found and known.get(key, True)}
+        return {**found, **{key: _elsewhere(key[0].aval, place, known.get(key, ())) for key, place in away.items()}}
 
     def logs(self, logs: Mapping[tuple[FlowNode, int], Sequence[Any]]) -> dict[Any, Sequence[Any]]:
         """The results of all rounds in all processes, by node and result leaf.
@@ -362,6 +362,20 @@ class FlowProcesses:
                 value = self.run.receive(run, number, one.aval, one.homes[0])
                 found[one.name] = [] if value is None else list(value)
         return found
+
+
+def _at(place: LeafPlace, aval: Any, x: Any) -> Any:
+    """A value where a run leaves it: after few rounds it may be one of the first state, which lies anywhere."""
+    is_host = isinstance(x, np.ndarray | np.generic) and isinstance(place.mesh, Mesh)
+    return entering(place, aval)(x) if is_host else x
+
+
+def _elsewhere(aval: Any, place: LeafPlace, told: Sequence[Any]) -> Any:
+    """An array that other processes have, of which they may have told the value."""
+    if not isinstance(place.mesh, Mesh) or place.placement is None:
+        return told[0]
+    arrival = Arrival(lambda: np.asarray(told[0])) if told else None
+    return RemoteArray(aval, place.placement, place.mesh, arrival)
 
 
 def _readable(x: Any) -> Any:

@@ -148,7 +148,8 @@ class RunResults:
         for i, value in self._late.of_state.items():
             delay = self._built.state[i].delay
             if value.node in self._here:
-                found |= {(value, k): self.leaf(i, rounds + delay - 1 - k) for k in value.back if k < delay}
+                mine = [k for k in value.back if k < delay and value.home(k) in (value.node, None)]
+                found |= {(value, k): self.leaf(i, rounds + delay - 1 - k) for k in mine}
         return found
 
     def state(self, round: int) -> list[Any]:

@@ -2,12 +2,15 @@
 
     python -m shardc run --processes 4 --islands 2 --devices 2 -m tests.processes.wide_flows NAME ...
 
-runs cases by name. Process 0 prints `ok NAME` for each. The learner is on the first two processes; each of the others has
-a sampler; with two processes samplers are on devices of these.
+runs cases by name. Process 0 prints `ok NAME` for each. The learner is on the first two processes; each of the others
+has a sampler; with two processes samplers are on devices of these. `random-A-B`, in two processes with four devices each
+and one runtime, runs the random flows of seeds A to B.
 """
 
+import random
 import sys
 import tempfile
+import time
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +22,8 @@ import shardc
 from shardc import B, S
 from shardc.arrays.remote_array import RemoteArray
 from shardc.runtime.cluster import current
+from tests.dataflow import random_flows as flows
+from tests.dataflow.interpreter import assert_equal, plain
 
 DEVICES = shardc.devices()
 PROCESSES = current().processes
@@ -170,9 +175,43 @@ def checkpoints():
     train.close()
 
 
+SPREAD = {(0, 2): [4, 0], (1, 4): [1, 5, 2, 6], (3, 1): [3], (7, 1): [7]}
+"""Meshes of random flows: two of both processes, and one of each."""
+
+
+def random_flows(first, last):
+    flows.mesh = lambda *place: Mesh(np.array(DEVICES)[SPREAD[place]], ("data",))
+    flows.host = lambda credits: shardc.host(
+        flows.on_host, gives=(flows.AVAL, flows.AVAL), credits=credits, process=None if credits is None else credits // 4
+    )
+    flows.PLACES[:] = [None, None, *SPREAD, *SPREAD]
+    for seed in range(first, last):
+        begin, rng = time.monotonic(), random.Random(seed)
+        rounds, pause = rng.choice([1, 6, 13]), rng.choice([None, 6])
+        with jax.enable_x64(True):
+            numbers = np.linspace(-1, 1, (rounds + 3) * flows.LENGTH).reshape(-1, flows.LENGTH)
+            drawn = flows.draw(rng)
+            if not any(c.place and c.place != (3, 1) for c in drawn.calls):
+                continue  # process 0 has it all
+            flow, state, items = flows.flow_of(drawn), list(numbers[: len(drawn.state)]), list(numbers[3:])
+            wanted = plain(flow.__wrapped__, list(map(jnp.asarray, state)), items, rounds)
+            given, pending = [], None
+            for part in (items[:rounds],) if pause is None or rounds <= pause else (items[:pause], items[pause:rounds]):
+                state, found = flow.run(state, part, pending=pending)
+                given, pending = [*given, *found], found.pending
+            assert_equal((shardc.fetch(state), given), wanted)
+            flow.close()
+        if current().me == 0:
+            places = "".join("h" if c.place is None else str(len(SPREAD[c.place])) for c in drawn.calls)
+            print(f"seed {seed}: {places}, {rounds} rounds, {time.monotonic() - begin:.1f} s", flush=True)
+
+
 def main(names):
     for name in names or CASES:
-        CASES[name]()
+        if name.startswith("random-"):
+            random_flows(*map(int, name.split("-")[1:]))
+        else:
+            CASES[name]()
         current().gather("done", name)
         print("ok", name, flush=True)
 
