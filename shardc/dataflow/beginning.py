@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import jax
+from jax.sharding import Mesh
 
+from shardc.arrays.place import Place
 from shardc.arrays.remote_array import RemoteArray
 from shardc.dataflow.moves import copied, to_place
 from shardc.dataflow.network import Edge, FlowNetwork, HandedLeaf
@@ -17,7 +19,7 @@ from shardc.dataflow.round import Fixed, FlowNode
 from shardc.dataflow.timing.resources import devices_of
 from shardc.dataflow.work import LeafPlace, is_like
 from shardc.errors import FlowError, all_offenders, number_text
-from shardc.machine.devices import is_here
+from shardc.machine.devices import is_here, processes_of
 from shardc.runtime.actor import Message
 
 
@@ -46,6 +48,11 @@ class SpreadValue:
 def array_of(x: Any) -> Any:
     """The array of a value with which a run begins."""
     return x.array if isinstance(x, SpreadValue) else x
+
+
+def value_of(x: Any) -> Any:
+    """The value with which a run begins, as a round returns it: each process can read it."""
+    return x.value if isinstance(x, SpreadValue) else x
 
 
 @dataclass(eq=False)
@@ -275,14 +282,16 @@ class Beginning:
         """The values that the first rounds return late, and those that become state late in them; None for a round in
         which the node did not run."""
         found: dict[tuple[LateValue, int], Any] = {}
-        for value in {*self.late.of_out.values(), *self.late.of_state.values()}:
+        returned = set(self.late.of_out.values())
+        for value in {*returned, *self.late.of_state.values()}:
+            own = value_of if value in returned else array_of
             for k in range(1, len(value.first) + 1):
                 first = value.first[-k]
                 if made is None or self.late.is_state(value, k):
-                    x = array_of(known(first, state))
+                    x = own(known(first, state))
                     found[value, k] = copied(x) if first in self._taken else x
                 else:
-                    found[value, k] = array_of(made.get((value, k)))
+                    found[value, k] = own(made.get((value, k)))
         return found
 
     def _entered(self, channel: int, i: int, k: int, state: Sequence[Any], made: Made | None) -> Any:
@@ -335,6 +344,9 @@ def known(first: int | Fixed, state: Sequence[Any]) -> Any:
 def entering(place: LeafPlace, aval: Any) -> Callable[[Any, bool], Any]:
     """The function that puts a value with which a run begins in place: a copy if the taker wants it alone."""
     to = (lambda x: x) if place.mesh is None else to_place(place, aval)
+    if isinstance(place.mesh, Mesh) and len(processes_of(place.mesh.devices.flat)) > 1:
+        spread = Place(aval, place.mesh, place.placement)
+        to = lambda x: spread.leave(spread.enter(x))  # noqa: E731
 
     def enter(x: Any, alone: bool = False) -> Any:
         if isinstance(x, SpreadValue):

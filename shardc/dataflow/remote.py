@@ -25,7 +25,7 @@ from shardc.arrays.placed import as_jax
 from shardc.arrays.remote_array import Arrival, RemoteArray, is_remote, is_small
 from shardc.dataflow.beginning import Holder, LateValue, LateValues, SpreadValue, entering
 from shardc.dataflow.plan import PlannedFlow
-from shardc.dataflow.round import Fixed, FlowNode
+from shardc.dataflow.round import Fixed, FlowNode, Origin
 from shardc.dataflow.shared import Shared
 from shardc.dataflow.value import RoundValue
 from shardc.dataflow.work import LeafPlace
@@ -253,25 +253,40 @@ class FlowProcesses:
         for i, o in enumerate(self._built.state):
             if o.node is not None and i in readers:
                 readers[i].add((o.node, o.node.work.gives[o.index]))
-        wanted = [i for i, who in sorted(readers.items()) if self._are_apart(who)]
+        returned = {f for o in self._built.outs if o is not None for f in self._first_of(o) if isinstance(f, int)}
+        wanted = [i for i in range(len(state)) if i in returned or self._are_apart(readers.get(i, ()))]
+        values = [(state[i], readers.get(i, ()), i in returned) for i in wanted]
         found = list(state)
-        for i, x in zip(wanted, self._bring([(state[i], readers[i]) for i in wanted], self._name), strict=True):
+        for i, x in zip(wanted, self._bring(values, self._name), strict=True):
             found[i] = x
         return found
+
+    @staticmethod
+    def _first_of(origin: Origin) -> Sequence[int | Fixed]:
+        """What a round returns of the first state."""
+        return [origin.index] if origin.node is None else origin.first
 
     def _are_apart(self, who: Collection[Holder]) -> bool:
         """Whether a value of these nodes may be missing in the process of one of them."""
         return len({p for n, _ in who for p in self._processes_of(n)}) > 1
 
-    def _bring(self, values: Sequence[tuple[Any, Collection[Holder]]], what: str = "shardc.fetch") -> list[Any]:
+    def _bring(
+        self, values: Sequence[tuple[Any, Collection[Holder], bool]], what: str = "shardc.fetch"
+    ) -> list[Any]:
         """Values that nodes of several processes take, in all of these: a value with pieces in other processes is whole
-        here beside them, for nodes on other meshes."""
-        takers = [sorted({p for n, _ in who for p in self._processes_of(n)}) for _, who in values]
-        found = bring([x for x, _ in values], what, takers)
-        for i, (x, (_, who)) in enumerate(zip(found, values, strict=True)):
+        here beside them, for nodes on other meshes.
+
+        Args:
+          values: each with the nodes that take it, and whether all processes do.
+          what: the call that they all make.
+        """
+        each = range(self.cluster.processes)
+        takers = [each if e else sorted({p for n, _ in who for p in self._processes_of(n)}) for _, who, e in values]
+        found = bring([x for x, *_ in values], what, takers)
+        for i, (x, (_, who, everywhere)) in enumerate(zip(found, values, strict=True)):
             if isinstance(x, jax.Array) and not is_remote(x) and not x.is_fully_addressable:
                 mesh = place_of(x).mesh
-                if any(at.mesh != mesh for _, at in who):
+                if everywhere or any(at.mesh != mesh for _, at in who):
                     found[i] = SpreadValue(x, mesh, of_words(np.asarray(words(whole(x))), x.dtype))
         return found
 
@@ -308,8 +323,9 @@ class FlowProcesses:
 
     def brought_late(self, late: LateValues, made: Mapping[tuple[LateValue, int], Any]) -> dict[Any, Any]:
         """Late values with those here that nodes of several processes take."""
-        wanted = [(value, k) for value, k in late.entries() if self._are_apart(value.back[k])]
-        values = [(made[value, k], value.back[k]) for value, k in wanted]
+        returned = set(late.of_out.values())
+        wanted = [(v, k) for v, k in late.entries() if v in returned or self._are_apart(v.back[k])]
+        values = [(made[value, k], value.back[k], value in returned) for value, k in wanted]
         return {**made, **dict(zip(wanted, self._bring(values), strict=True))}
 
     def known_late(self, late: LateValues, made: Mapping[tuple[LateValue, int], Any]) -> dict[Any, Any]:
@@ -367,7 +383,7 @@ class FlowProcesses:
 def _at(place: LeafPlace, aval: Any, x: Any) -> Any:
     """A value where a run leaves it: after few rounds it may be one of the first state, which lies anywhere."""
     is_host = isinstance(x, np.ndarray | np.generic) and isinstance(place.mesh, Mesh)
-    return entering(place, aval)(x) if is_host else x
+    return entering(place, aval)(x, False) if is_host else x
 
 
 def _elsewhere(aval: Any, place: LeafPlace, told: Sequence[Any]) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from shardc.dataflow.beginning import LateValue, LateValues, array_of, entering, known
+from shardc.dataflow.beginning import LateValue, LateValues, array_of, entering, known, value_of
 from shardc.dataflow.chart import FlowChart, measured_flow_chart
 from shardc.dataflow.page import flow_page
 from shardc.dataflow.plan import PlannedFlow
@@ -113,7 +113,7 @@ class RunResults:
         for origin in plan.built.state:
             if origin.node is not None:
                 self._state[origin.node] = {}
-        self._first_state = list(map(array_of, state))
+        self._first_state, self._first_values = list(map(array_of, state)), list(map(value_of, state))
         self._newest = dict.fromkeys(self._state, -1)
         self._behind = max((o.delay - 1 for o in plan.built.state if o.node is not None), default=0)
         self._lock = threading.Lock()
@@ -189,7 +189,7 @@ class RunResults:
         """Result i of round r."""
         assert origin is not None
         if origin.node is None:
-            return self._first_state[origin.index]
+            return self._first_values[origin.index]
         made = r - origin.delay
         if made < 0:
             return self._past[self._late.of_out[i], -made]

@@ -175,6 +175,36 @@ def checkpoints():
     train.close()
 
 
+def walk(state):
+    key, x = state
+    return jax.random.split(key)[0], x + jax.random.normal(key, (5,))
+
+
+def seen(state):
+    key, x = state
+    return jax.random.normal(key, (2,)), x[:2] > 1
+
+
+@case
+def random_keys_and_uneven_arrays():
+    walks = shardc.function(walk, mesh=LEARNER, in_placements={"state": ({"data": B}, {"data": S(0)})})
+    sees = shardc.function(seen, mesh=SAMPLERS[-1])
+
+    @shardc.flow
+    def train(state, k):
+        return walks(state), sees(state)
+
+    state = want = jax.random.key(1), np.ones(5, np.float32)
+    for _ in range(2):
+        state, given = train.run(state, range(3))
+        for found in given:
+            np.testing.assert_allclose(found[0], seen(want)[0], rtol=1e-5)
+            np.testing.assert_array_equal(found[1], seen(want)[1])
+            want = walk(want)
+        np.testing.assert_allclose(shardc.fetch(state[1]), want[1], rtol=1e-5)
+    train.close()
+
+
 SPREAD = {(0, 2): [4, 0], (1, 4): [1, 5, 2, 6], (3, 1): [3], (7, 1): [7]}
 """Meshes of random flows: two of both processes, and one of each."""
 
