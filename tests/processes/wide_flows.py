@@ -212,7 +212,10 @@ SPREAD = {(0, 2): [4, 0], (1, 4): [1, 5, 2, 6], (3, 1): [3], (7, 1): [7]}
 def random_flows(first, last):
     flows.mesh = lambda *place: Mesh(np.array(DEVICES)[SPREAD[place]], ("data",))
     flows.host = lambda credits: shardc.host(
-        flows.on_host, gives=(flows.AVAL, flows.AVAL), credits=credits, process=None if credits is None else credits // 4
+        flows.on_host,
+        gives=(flows.AVAL, flows.AVAL),
+        credits=credits,
+        process=None if credits is None else credits // 4,
     )
     flows.PLACES[:] = [None, None, *SPREAD, *SPREAD]
     for seed in range(first, last):

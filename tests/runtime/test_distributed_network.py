@@ -189,6 +189,38 @@ def test_a_failure_in_an_island_reaches_the_processes_of_the_same_actor():
         assert [s.error for s in sides] == [None] * 3
 
 
+@pytest.mark.parametrize("failing", [0, 2])
+def test_a_step_is_taken_in_all_processes_of_its_actor_or_in_none(failing):
+    """What one of them launches, the other one launches too, whenever the run stops."""
+    net, taken = one_way(20, registers=3), []
+    sides = []
+
+    def tasks(process):
+        def task(label):
+            def go(values):
+                if label.startswith("give"):
+                    if failing == process and len(taken) > 9:
+                        raise ValueError("broken")
+                    return [np.ones(2)]
+                sides[process].spread.together(sides[process].executor.runs, 1)
+                taken.append((process, label))
+                time.sleep(0.001 * process)
+                return []
+
+            return Task(go)
+
+        return task
+
+    with sides_of(net, [[failing], [0, 1]], tasks) as found:
+        sides += found
+        for _ in range(3):
+            taken.clear()
+            together(*(s.run for s in sides))
+            assert all(s.error is not None for s in sides)
+            assert {label for p, label in taken if p == 0} == {label for p, label in taken if p == 1}
+            assert len(taken) > 9
+
+
 def test_one_process_alone():
     net, seen = one_way(3), []
     with sides_of(net, [[0], [0]], tasks_of(net, lambda label, values: seen.append(label))) as sides:
