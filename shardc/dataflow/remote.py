@@ -270,9 +270,7 @@ class FlowProcesses:
         """Whether a value of these nodes may be missing in the process of one of them."""
         return len({p for n, _ in who for p in self._processes_of(n)}) > 1
 
-    def _bring(
-        self, values: Sequence[tuple[Any, Collection[Holder], bool]], what: str = "shardc.fetch"
-    ) -> list[Any]:
+    def _bring(self, values: Sequence[tuple[Any, Collection[Holder], bool]], what: str = "shardc.fetch") -> list[Any]:
         """Values that nodes of several processes take, in all of these: a value with pieces in other processes is whole
         here beside them, for nodes on other meshes.
 

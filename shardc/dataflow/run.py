@@ -110,9 +110,15 @@ class FlowRun:
     def _network_run(self) -> NetworkRun:
         plan, wide = self.plan, bool(settings()[0])
         self._ways = [self._ways_of(e, wide) for e in self._built.edges]
-        crossing = [c for c, e in enumerate(self._built.edges) if self._built.crosses(e)]
+        crossing = [c for c in range(len(self._ways)) if not self._stays_near(c)]
         what = f"{plan.round.where}: its nodes"
         return NetworkRun(plan.network, digest_of(plan), self._processes, WaysCodec(self._ways), what, crossing)
+
+    def _stays_near(self, channel: int) -> bool:
+        """Whether each process hands the values of a channel to itself."""
+        edge, ways = self._built.edges[channel], self._ways[channel]
+        ends = {self._built.processes_of(edge.giver), self._built.processes_of(edge.taker)}
+        return len(ends) == 1 and (ways is None or ways.stay_near)
 
     def _ways_of(self, edge: Edge, wide: bool) -> Ways | None:
         """The ways of the values of an edge of which several processes have a part; None for other edges."""
@@ -134,7 +140,7 @@ class FlowRun:
         edge, ways = self._built.edges[channel], self._ways[channel]
         if not self.is_here(edge.giver):
             return stay
-        move = _transport(edge) if ways is None else _leaving(ways)
+        move = _transport(edge) if ways is None else _leaving(ways.move if self._stays_near(channel) else ways.leave)
         return _locked(self._locks(edge.giver), move)
 
     def close(self) -> None:
@@ -402,9 +408,9 @@ def _transport(edge: Edge) -> Callable[[Any], Any]:
     return moved
 
 
-def _leaving(ways: Ways) -> Callable[[Any], Any]:
+def _leaving(move: Callable[[Sequence[Any]], Any]) -> Callable[[Any], Any]:
     """What the giver's thread does with a message of which several processes have a part."""
-    return lambda values: ways.leave([x.physical if is_placed(x) else x for x in values])
+    return lambda values: move([x.physical if is_placed(x) else x for x in values])
 
 
 def _arriving(ways: Ways | None) -> Callable[[Any], Any]:

@@ -4,8 +4,8 @@
 
 `sbp/way.py` plans each way. `leave` and `arrive` launch the boxings of the plan, each in the thread that launches all
 programs of its mesh. Between them stands a carrier:
-- `cross`, if both meshes are in this process: the parcels are cut on the giver's devices, copied one by one and joined
-  on the taker's; everything is launched and nothing waited for;
+- `cross`, if both meshes are in this process, or no parcel goes from one of their processes to another: the parcels are
+  cut on the giver's devices, copied one by one and joined on the taker's; all is launched and nothing waited for;
 - a link, if a mesh has devices in other processes: `pack` makes the bytes for one of them, `unpack` puts the bytes of
   all on the devices here.
 """
@@ -85,6 +85,14 @@ class Way:
             return plan_within(shape, itemsize, given.at, taken.at, given.view, self.link)
         ends = (None, None) if self.is_here else (taken.processes, given.processes)
         return plan_way(shape, itemsize, given.at, given.view, taken.at, taken.view, self.link, *ends)
+
+    @cached_property
+    def stays_near(self) -> bool:
+        """Whether no parcel goes from process to process, though the meshes may be of several."""
+        given, taken = self.given.processes, self.taken.processes
+        if self.given.on_host or self.taken.on_host:
+            return self.is_here
+        return self.is_within or all(given[p.source] == taken[p.targets[0]] for p in self.plan.parcels)
 
     @cached_property
     def held(self) -> list[Index]:
@@ -241,8 +249,9 @@ class Ways:
         return all(w.stays and not w.copied for w in self.ways)
 
     @cached_property
-    def is_here(self) -> bool:
-        return all(w.is_here for w in self.ways)
+    def stay_near(self) -> bool:
+        """Whether `move` carries them, in each process of the two meshes."""
+        return all(w.stays_near for w in self.ways)
 
     @cached_property
     def _digest(self) -> bytes:
@@ -372,8 +381,9 @@ def _start(box: Index, inside: Index) -> Local:
 
 
 class Crossing:
-    """Carries values from one mesh to another within this process: one program cuts all parcels, each is copied once,
-    and one program joins them. Parcels that are whole blocks need no cut, or no join."""
+    """Carries values from one mesh to another within this process, or within each of their processes: one program cuts
+    all parcels, each is copied once, and one program joins them. Parcels that are whole blocks need no cut, or no
+    join."""
 
     def __init__(self, ways: Sequence[Way]) -> None:
         self._ways = list(ways)
@@ -381,6 +391,7 @@ class Crossing:
         self._taker: Mesh = self._ways[0].taken.sharding.mesh  # pyright: ignore[reportAttributeAccessIssue]
         self._sources = list(self._giver.devices.flat)
         self._targets = list(self._taker.devices.flat)
+        self._here = [t for t, process in enumerate(self._ways[0].taken.processes) if process == me()]
         self._cuts = [[_Cut(w, s) for s in sorted({p.shape for p in w.plan.parcels})] for w in self._ways]
         pairs = [(i, w, c) for i, (w, c) in enumerate(zip(self._ways, self._cuts, strict=True))]
         self._parted = [i for i, w, c in pairs if not (len(c) == 1 and c[0].leaves_whole(w))]
@@ -397,7 +408,7 @@ class Crossing:
             for c, cut in enumerate(cuts)
             for slot, row in enumerate(cut.copies)
             for target, at in enumerate(row)
-            if at is not None
+            if at is not None and target in self._here
         ]
 
     @cached_property
@@ -422,7 +433,7 @@ class Crossing:
 
     def _put_together(self, i: int, came: Mapping[tuple[int, int, int, int], Any]) -> jax.Array:
         shape, sharding = self._ways[i]._arrived
-        pieces = [came[i, 0, 0, t] for t in range(len(self._targets))]
+        pieces = [came[i, 0, 0, t] for t in self._here]
         return jax.make_array_from_single_device_arrays(shape, sharding, pieces)
 
     def _slots(self, came: Mapping[tuple[int, int, int, int], Any]) -> list[jax.Array]:
@@ -433,8 +444,10 @@ class Crossing:
             for c, of in enumerate(self._cuts[i]):
                 for slot in range(len(of.join)):
                     pieces = [
-                        came.get((i, c, slot, t)) if of.join[slot][t] is not None else self._empty(d, of.shape, dtype)
-                        for t, d in enumerate(self._targets)
+                        came[i, c, slot, t]
+                        if of.join[slot][t] is not None
+                        else self._empty(self._targets[t], of.shape, dtype)
+                        for t in self._here
                     ]
                     shape = _stacked(of.shape, len(self._targets))
                     found.append(jax.make_array_from_single_device_arrays(shape, self._each(self._taker), pieces))

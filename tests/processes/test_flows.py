@@ -20,7 +20,7 @@ def test_flows_in_three_processes():
 
 
 def test_a_mesh_of_two_processes_of_one_runtime():
-    run([*CASES, "random-0-8"], islands=1, devices=4, module="tests.processes.wide_flows")
+    run([*CASES, "what_stays_in_each_process", "random-0-8"], islands=1, devices=4, module="tests.processes.wide_flows")
 
 
 @pytest.mark.sampled(1)

@@ -3,8 +3,8 @@
     python -m shardc run --processes 4 --islands 2 --devices 2 -m tests.processes.wide_flows NAME ...
 
 runs cases by name. Process 0 prints `ok NAME` for each. The learner is on the first two processes; each of the others
-has a sampler; with two processes samplers are on devices of these. `random-A-B`, in two processes with four devices each
-and one runtime, runs the random flows of seeds A to B.
+has a sampler; with two processes samplers are on devices of these. `random-A-B`, in two processes with four devices
+each and one runtime, runs the random flows of seeds A to B.
 """
 
 import random
@@ -172,6 +172,29 @@ def checkpoints():
                 pending = given.pending
                 saved.step(i, (state, pending))
     close_to(state, states[6])
+    train.close()
+
+
+@case
+def what_stays_in_each_process():
+    """Of meshes of the same processes: the second one has other pieces, of what the same process has."""
+    halves = [[ds[: PER // 2], ds[PER // 2 :]] for ds in OF[:2]]
+    here, there = (Mesh(np.array([halves[p][i] for p in (0, 1)]), ("p", "d")) for i in (0, 1))
+    rows, columns = {"p": S(0), "d": S(0)}, {"p": S(0), "d": S(1)}
+    double = shardc.function(lambda x: 2 * x, mesh=here, in_placements={"x": rows}, out_placements=rows)
+    halve = shardc.function(lambda x, y: (x / 2, y + 1), mesh=there, in_placements={"x": columns, "y": columns})
+
+    @shardc.flow
+    def train(state, k):
+        x, y = halve(double(state["x"]), state["y"])
+        return {"x": x, "y": y}, None
+
+    start = np.arange(32, dtype=np.float32).reshape(8, 4)
+    state, _ = train.run({"x": start, "y": start}, range(4))
+    np.testing.assert_array_equal(shardc.fetch(state["x"]), start)
+    np.testing.assert_array_equal(shardc.fetch(state["y"]), start + 4)
+    run = train.latest
+    assert not [e for c, e in enumerate(run.plan.edges) if e.moves and c in run._remote.run.network.channels]
     train.close()
 
 
