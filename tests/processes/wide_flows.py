@@ -129,8 +129,9 @@ def a_run_goes_on():
         train, (states, _) = train_of(delay), loop(delay, 9)
         state, pending = START, None
         for first in (0, 3, 6):
-            state, given = train.run(state, range(first, first + 3), pending=pending)
+            state, given = train.run(state, range(first, first + 3), pending=pending, record=first == 3)
             pending = given.pending
+            assert ("learn" in given.seconds) == (first == 3)
         close_to(state, states[9])
         train.close()
 
