@@ -311,7 +311,7 @@ class Ways:
         """The part of a message for another process."""
         buffers = [b for w, x in zip(self.ways, values, strict=True) for b in w.pack(x, peer)]
         self.sent += sum(b.nbytes for b in buffers) if peer != me() else 0
-        counts = [len([p for p in w.plan.parcels if w._goes(p, me(), peer)]) for w in self.ways]
+        counts = [len([p for p in w.plan.parcels if w._goes(p, me(), peer)]) for w in self.ways]  # noqa: SLF001
         return json.dumps([self._digest.decode(), counts]).encode(), buffers
 
     def unpack(self, parts: Mapping[int, Packed]) -> tuple[Any, ...]:
@@ -432,7 +432,7 @@ class Crossing:
         return [next(joined) if i in self._joined else self._put_together(i, came) for i in range(len(given))]
 
     def _put_together(self, i: int, came: Mapping[tuple[int, int, int, int], Any]) -> jax.Array:
-        shape, sharding = self._ways[i]._arrived
+        shape, sharding = self._ways[i]._arrived  # noqa: SLF001
         pieces = [came[i, 0, 0, t] for t in self._here]
         return jax.make_array_from_single_device_arrays(shape, sharding, pieces)
 
