@@ -115,8 +115,9 @@ class Place:
         one."""
         shape, itemsize = (*self.shape, *self.words[0]), int(self.words[1].itemsize)
         known = {*self.processes, *other.processes} - {None}
-        together = None if link is None or len(known) < 2 or self.is_beside(other) else other.processes
-        return plan_way(shape, itemsize, self.at, self.view, other.at, other.view, link, together)
+        alone = link is None or len(known) < 2 or self.is_beside(other)
+        ends = (None, None) if alone else (other.processes, self.processes)
+        return plan_way(shape, itemsize, self.at, self.view, other.at, other.view, link, *ends)
 
     @cached_property
     def is_plain(self) -> bool:

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 import jax
 
 from shardc.arrays.place import Place
+from shardc.arrays.remote_array import RemoteArray
 from shardc.dataflow.moves import EnteredValues, LeafMove, copied, entered
 from shardc.dataflow.network import Edge, FlowNetwork, HandedLeaf
 from shardc.dataflow.plan import PlannedFlow
@@ -22,6 +23,30 @@ from shardc.runtime.actor import Message
 
 Holder: TypeAlias = tuple[FlowNode, Place]
 """A node that has a value, and where it lies."""
+
+
+@dataclass(frozen=True, eq=False)
+class SpreadValue:
+    """An array with pieces in several processes, which nodes on other meshes take too when a run begins.
+
+    Attributes:
+      array, mesh: the array, and where it lies.
+      value: its logical value.
+    """
+
+    array: Any
+    mesh: Any
+    value: Any
+
+
+def array_of(x: Any) -> Any:
+    """The array of a value with which a run begins."""
+    return x.array if isinstance(x, SpreadValue) else x
+
+
+def value_of(x: Any) -> Any:
+    """The value with which a run begins, as a round returns it: each process can read it."""
+    return x.value if isinstance(x, SpreadValue) else x
 
 
 @dataclass(eq=False)
@@ -43,6 +68,11 @@ class LateValue:
     @property
     def aval(self) -> Any:
         return self.node.results[self.index]
+
+    def home(self, k: int) -> FlowNode | None:
+        """The node that hands on what the k-th last round made, of all that have it; None if all processes have it, or
+        nobody does."""
+        return self.back[k][0][0] if self.back.get(k) else None
 
 
 class LateValues:
@@ -246,13 +276,16 @@ class Beginning:
         """The values that the first rounds return late, and those that become state late in them; None for a round in
         which the node did not run."""
         found: dict[tuple[LateValue, int], Any] = {}
-        for value in {*self.late.of_out.values(), *self.late.of_state.values()}:
+        returned = set(self.late.of_out.values())
+        for value in {*returned, *self.late.of_state.values()}:
+            own = value_of if value in returned else array_of
             for k in range(1, len(value.first) + 1):
                 first = value.first[-k]
                 if made is None or self.late.is_state(value, k):
-                    found[value, k] = copied(known(first, state)) if first in self._taken else known(first, state)
+                    x = own(known(first, state))
+                    found[value, k] = copied(x) if first in self._taken else x
                 else:
-                    found[value, k] = made.get((value, k))
+                    found[value, k] = own(made.get((value, k)))
         return found
 
     def _entered(self, channel: int, i: int, k: int, state: Sequence[Any], made: Made | None) -> Any:
@@ -266,7 +299,7 @@ class Beginning:
         else:
             x, others = made[value, k], True
         alone = move.copied or (edge.takes_over(move) and others)
-        return entered(edge.places(move)[1], copied(x) if alone else x)
+        return begun(edge.places(move)[1], x, alone)
 
     def _begins_others(self, edge: Edge, move: HandedLeaf, first: int) -> bool:
         """Whether a leaf of the first state is taken in other rounds too, or by others that may find it in the same
@@ -290,12 +323,13 @@ class Beginning:
         """
         period = self._plan.network.period
         found: dict[tuple[LateValue, int], Any] = {}
-        for (channel, key), messages in left.items():
+        for (channel, key), messages in sorted(left.items()):  # all processes of a taker in one order
             assert isinstance(key, int)
             delay = self._built.edges[channel].delay
             for j, values in enumerate(messages):
                 k = delay - (key - rounds) % period - j * period
-                found |= {(self.late.of_move[channel, i], k): x for i, x in enumerate(take[channel](values))}
+                late = [(self.late.of_move[channel, i], x) for i, x in enumerate(take[channel](values))]
+                found |= {(value, k): x for value, x in late if value.home(k) is self._built.edges[channel].taker}
         return found
 
 
@@ -306,3 +340,12 @@ def _round(edge: Edge, turn: int) -> int:
 
 def known(first: int | Fixed, state: Sequence[Any]) -> Any:
     return first.array if isinstance(first, Fixed) else state[first]
+
+
+def begun(place: Place, x: Any, alone: bool = False) -> Any:
+    """A value with which a run begins, in place: a copy if the taker wants it alone."""
+    if isinstance(x, SpreadValue):
+        x = x.array if x.mesh == place.mesh else x.value
+    elif isinstance(x, RemoteArray) and x.arriving is not None:
+        x = x.arriving.wait()
+    return entered(place, copied(x) if alone else x)

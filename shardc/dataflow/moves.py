@@ -47,13 +47,14 @@ def ways_of(edge: Edge, giver_process: int | None, taker_process: int | None, wi
     )
 
 
-def giving(ways: Ways) -> LeafMove:
-    """The function that moves a message within this process, launched and never waited for, so that it runs beside what
-    its giver does next."""
-    if ways.stay:
+def giving(ways: Ways, near: bool) -> LeafMove:
+    """What the giver's thread does with a message, launched and never waited for, so that it runs beside what the giver
+    does next: it moves it, if each process hands it to itself (`near`), or readies it for links."""
+    if near and ways.stay:
         return stay
     enter = [stay if w.stays or w.given.on_host else w.given.enter for w in ways.ways]
-    return lambda values: ways.move([to(x) for to, x in zip(enter, values, strict=True)])
+    move = ways.move if near else ways.leave
+    return lambda values: move([to(x) for to, x in zip(enter, values, strict=True)])
 
 
 def taking(edge: Edge, ways: Ways, arrive: LeafMove) -> LeafMove:
@@ -82,12 +83,6 @@ def _leaving(place: Place, stays: bool) -> LeafMove:
 def entered(place: Place, x: Any) -> Any:
     """A leaf in place, from wherever it is; one that is taken whole as it is."""
     return x if place.on_host else place.leave(place.enter(x))
-
-
-def to_place(place: Place, aval: Any) -> LeafMove:
-    """The function that puts a leaf in place."""
-    del aval
-    return lambda x: entered(place, x)
 
 
 def stay(x: Any) -> Any:

@@ -14,11 +14,13 @@ from shardc.arrays.place import Place
 from shardc.dataflow.round import Fixed, FlowNode, Origin, Round
 from shardc.dataflow.timing.resources import Ends, PlacedNode, devices_of, resources_of
 from shardc.dataflow.value import RoundValue
-from shardc.errors import FlowError, all_offenders
+from shardc.errors import FlowError, MeshError, all_offenders
+from shardc.execute.executable import other_runtimes_text
 from shardc.execute.ways import Way
-from shardc.machine.devices import processes_of
+from shardc.machine.devices import processes_of, runtimes_of
 from shardc.machine.mesh import border
 from shardc.runtime.actor import Channel, Message, Network, Step
+from shardc.runtime.calls import processes_text
 from shardc.sbp.way import WayPlan
 
 MOST_STEPS: Final = 100_000
@@ -148,7 +150,7 @@ class FlowNetwork:
 
     Attributes:
       rows: the nodes of each actor.
-      processes: of the run, that of each actor.
+      processes: of the run, those of each actor; the first of them speaks for them.
       edges: by channel.
       constants: for each node the state leaves that it takes and that never change, by argument.
       ends: the nodes that end a run by having no more.
@@ -169,12 +171,12 @@ class FlowNetwork:
         bounds = [n.work.apart for n in round.nodes]
         self.apart = None if None in bounds else max(b for b in bounds if b is not None)
         self.ends = self._ends()
+        self.processes = _processes_of_rows(self)
         self._gate()
         self.period = math.lcm(*(n.every for n in round.nodes))
         self._check_period()
         self.longest = max((e.delay for e in self.edges), default=0)
         self.edges = [self._with_registers(self._safe(e)) for e in self.edges]
-        self.processes = _processes_of_rows(self)
         self.network = self._network()
 
     def _edges(self) -> list[Edge]:
@@ -235,12 +237,16 @@ class FlowNetwork:
         return [self.round.nodes[0], *loaders]
 
     def _gate(self) -> None:
-        """Let no node begin a round that the run's sources may not have, unless a source waits for it."""
+        """Let no node begin a round that the run's sources may not have, unless a source waits for it.
+
+        Where states let actors be apart, only the inputs have to have it; but the processes of one actor always end
+        after the same round.
+        """
         early = {m for source in self.ends for m in (source, *self._before(source))}
-        for source in self.ends if self.apart == 0 else self.ends[:1]:
+        for source in self.ends:
             reached = self._reached(source)
-            for row in self.rows:
-                gated = False
+            for a, row in enumerate(self.rows):
+                gated = self.apart != 0 and source is not self.ends[0] and len(self.processes[a]) == 1
                 for node in row:
                     if not (gated or node in reached or (node in early and source.number)):
                         self.edges.append(Edge(source, node, 0, is_gate=True))
@@ -274,7 +280,8 @@ class FlowNetwork:
         edge.moves = [
             HandedLeaf(
                 m.output, m.argument, m.first,
-                any(self._overwrites(e, edge, m) for e in self.edges) or self._is_again(edge, i),
+                any(self._overwrites(e, edge, m) for e in self.edges) or self._is_again(edge, i)
+                or (self.crosses(edge) and self.is_donated(edge.giver, m.output)),
             )
             for i, m in enumerate(edge.moves)
         ]  # fmt: skip
@@ -284,6 +291,18 @@ class FlowNetwork:
         """Whether a call takes a value a second time, which it may overwrite."""
         same = [m for m in edge.moves if m.output == edge.moves[i].output]
         return same[0] is not edge.moves[i] and any(edge.takes_over(m) for m in same)
+
+    def processes_of(self, node: FlowNode) -> tuple[int, ...]:
+        """The processes that run a node; the first of them speaks for them."""
+        return self.processes[self.actor[node]]
+
+    def crosses(self, edge: Edge) -> bool:
+        """Whether an edge's values go from process to process: they are sent some time after they are given."""
+        giver, taker = self.processes_of(edge.giver), self.processes_of(edge.taker)
+        if giver != taker:
+            return True
+        ends = map(edge.places, edge.moves)
+        return len(giver) > 1 and any(here.mesh != there.mesh for here, there in ends)
 
     def is_donated(self, node: FlowNode, output: int, rounds: float = math.inf) -> bool:
         """Whether another node may overwrite a result of this one, less than so many rounds later."""
@@ -356,35 +375,53 @@ def _row_name(row: Sequence[FlowNode]) -> str:
     return ", ".join(n.name for n in row[:2]) + more
 
 
-def _processes_of_rows(built: FlowNetwork) -> list[int]:
-    """The process of each actor.
+def _processes_of_rows(built: FlowNetwork) -> list[tuple[int, ...]]:
+    """The processes of each actor: those of the devices of its meshes.
 
     Raises:
-      FlowError: the meshes of an actor lie in several processes.
+      MeshError: a mesh has devices of several JAX runtimes.
+      FlowError: nodes that share devices are in unlike processes; or a pipeline, or a shared state, is in several.
     """
-    found: dict[int, int] = {}
-    wrong: list[str] = []
+    found: dict[int, tuple[int, ...]] = {}
+    where = built.round.where
     for a, row in enumerate(built.rows):
-        devices = [d for n in row for m in n.work.meshes if isinstance(m, Mesh) for d in m.devices.flat]
-        processes = processes_of(devices)
-        if len(processes) > 1:
-            names = ", ".join(n.name for n in row)
-            wrong.append(f"{names}: its devices are in processes {', '.join(map(str, processes))}.")
-        if processes:
-            found[a] = processes[0]
-    if wrong:
-        raise FlowError(all_offenders(f"{built.round.where}: each mesh of a flow lies in one process:", wrong))
+        each = {n: processes for n in row if (processes := _processes_of_node(n, where))}
+        if len(set(each.values())) > 1:
+            wrong = [f"{n}: {processes_text(ps)}." for n, ps in each.items()]
+            head = (
+                f"{where}: functions that share devices run in the same processes; give them one mesh, or devices that "
+                "no other one has:"
+            )
+            raise FlowError(all_offenders(head, wrong))
+        if each:
+            found[a] = next(iter(each.values()))
     for a, row in enumerate(built.rows):
         said = next((p for n in row if (p := n.work.process) is not None), None)
         if said is not None:
-            found[a] = said
-    found.setdefault(built.actor[built.round.nodes[0]], 0)
+            found[a] = (said,)
+    found.setdefault(built.actor[built.round.nodes[0]], (0,))
     for node in reversed(built.round.nodes):  # its readers stand behind it
         a = built.actor[node]
         if a not in found:
             near = [e.taker for e in built.edges if e.giver is node] + [e.giver for e in built.edges if e.taker is node]
-            found[a] = next((found[built.actor[n]] for n in near if built.actor[n] in found), 0)
+            found[a] = next((found[built.actor[n]][:1] for n in near if built.actor[n] in found), (0,))
     return [found[a] for a in range(len(built.rows))]
+
+
+def _processes_of_node(node: FlowNode, where: str) -> tuple[int, ...]:
+    """The processes of the devices of a node; none on the host."""
+    meshes = [m for m in node.work.meshes if isinstance(m, Mesh)]
+    for mesh in meshes:
+        if len(runtimes_of(mesh.devices.flat)) > 1:
+            raise MeshError(f"{where}: the mesh of {node} {other_runtimes_text(mesh)}")
+    found = tuple(processes_of(d for m in meshes for d in m.devices.flat))
+    if len(found) > 1 and (node.work.actor is not None or len(node.work.meshes) > 1):
+        kind = "a shared state" if node.work.actor is not None else "a pipeline"
+        raise FlowError(
+            f"{where}: {kind} of a flow lies in one process, and {node} is in {processes_text(found)}; give it devices "
+            "of one, or a function on one mesh."
+        )
+    return found
 
 
 def _rows(nodes: Sequence[FlowNode]) -> list[list[FlowNode]]:

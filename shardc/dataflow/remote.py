@@ -1,8 +1,8 @@
-"""A flow in several processes: which process runs which actor, messages as bytes, and what all processes get to know.
+"""A flow in several processes: what they compare before a run, and what all of them get to know.
 
-Every process runs the same script and traces the same round. An actor runs where the devices of its mesh are; Python on
-the host runs beside what reads its results, or where `process=` says. The inputs are read by process 0. Each process
-hands its own state to the nodes that it runs, so values are compared before the first round.
+Every process runs the same script and traces the same round. An actor runs where the devices of its meshes are, in all
+their processes; Python on the host runs beside what reads its results, or where `process=` says. The inputs are read by
+process 0. Each process hands its own state to the nodes that it runs, so values are compared before the first round.
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -21,35 +20,28 @@ import numpy as np
 from jax.sharding import Mesh
 
 from shardc.arrays.fetch import of_words, words
-from shardc.arrays.pieces import pack_array, unpack_array
-from shardc.arrays.place import Place
-from shardc.arrays.remote_array import RemoteArray, is_remote, is_small
-from shardc.dataflow.beginning import LateValue, LateValues
-from shardc.dataflow.moves import LeafMove, stay, to_place
-from shardc.dataflow.network import Edge
+from shardc.arrays.place import Place, place_of
+from shardc.arrays.placed import as_jax
+from shardc.arrays.remote_array import Arrival, RemoteArray, is_remote, is_small
+from shardc.dataflow.beginning import Holder, LateValue, LateValues, SpreadValue, begun
 from shardc.dataflow.plan import PlannedFlow
-from shardc.dataflow.round import Fixed, FlowNode
+from shardc.dataflow.round import Fixed, FlowNode, Origin
 from shardc.dataflow.shared import Shared
 from shardc.dataflow.value import RoundValue
-from shardc.errors import ClusterError, RoundFailedError
+from shardc.errors import RoundFailedError
+from shardc.execute.network_run import NetworkRun
 from shardc.execute.process_group import (
     ProcessGroup,
     environment,
     given_whole,
     group_of_run,
-    look_at_run,
     value_facts,
     value_text,
 )
-from shardc.execute.remote_stages import close_network, open_network
-from shardc.execute.remote_values import bring
+from shardc.execute.remote_values import bring, whole
 from shardc.machine.devices import me
 from shardc.passes.trace.trace import is_array
 from shardc.runtime.calls import processes_text, refuse_unlike
-from shardc.runtime.cluster import Cluster, current
-from shardc.runtime.distributed_network import DistributedNetwork
-from shardc.runtime.executor import Executor, ProcessShare
-from shardc.runtime.transport.link import Packed
 
 _log: Final = logging.getLogger("shardc")
 _HAS: Final = "the values that it has"
@@ -167,46 +159,42 @@ def values_of_nodes(plan: PlannedFlow, shared: Sequence[Shared]) -> dict[str, An
     return found
 
 
-# --- the actors and their messages ------------------------------------------------------------------------------------
+# --- what processes tell one another besides messages -----------------------------------------------------------------
 
 
-class RemoteFlow:
-    """The other processes of a flow.
+@dataclass(frozen=True)
+class Told:
+    """A value, or one of each round, that all processes get to know.
+
+    Attributes:
+      name: of the value; equal in all processes, as their order is.
+      aval: shape and dtype of one.
+      homes: the processes that have it; the first one sends it.
+      values: here; empty elsewhere, or if there are none.
+    """
+
+    name: Any
+    aval: Any
+    homes: Sequence[int]
+    values: Sequence[Any]
+
+
+class FlowProcesses:
+    """The processes of a flow: what they tell one another before a run and after it.
+
+    What the devices of one node's mesh hold lives in all processes of that mesh; the first of them speaks for it.
 
     Args:
       plan: the plan, equal in all processes.
-      processes: of each actor.
-      wide: whether numbers of 64 bits are on.
+      run: its network.
     """
 
-    def __init__(self, plan: PlannedFlow, processes: Sequence[int], wide: bool) -> None:
-        cluster = current()
-        if cluster is None or cluster.processes == 1:
-            raise ClusterError(
-                f"{plan.round.where}: its nodes are in processes {', '.join(map(str, sorted(set(processes))))}, which "
-                "know nothing of each other; start them with python -m shardc run --processes n --islands n script.py."
-            )
-        self.cluster: Cluster = cluster
-        self.epoch = cluster.epoch
-        self._built, self._processes, self._where = plan.built, list(processes), plan.round.where
+    def __init__(self, plan: PlannedFlow, run: NetworkRun) -> None:
+        self.run, self.cluster = run, run.cluster
+        self._built, self._where = plan.built, plan.round.where
         self._name = f"a run of the flow {plan.name}, its first state"
-        digest = digest_of(plan)
-        links = {p: cluster.link(p) for p in range(cluster.processes) if p != cluster.me}
-        number = int.from_bytes(hashlib.sha256(f"{digest} {cluster.count(digest)}".encode()).digest()[:8])
-        codec = _FlowCodec(plan.built.edges, wide)
-        self.network = DistributedNetwork(plan.network, number, [(p,) for p in processes], links, codec)
-        self._finalizer = weakref.finalize(self, close_network, self.network, cluster)
-
-    @property
-    def share(self) -> ProcessShare:
-        """The actors of this process, for the executor."""
-        return ProcessShare(self.network.mine, self.network.ports, self.cluster.config.patience, look_at_run)
-
-    def open(self, executor: Executor) -> None:
-        open_network(self.network, executor, self.cluster)
-
-    def close(self) -> None:
-        self._finalizer()
+        self._told = 0, 0
+        """A run, and how many values were told after it."""
 
     def outcome(self, rounds: int, failed: tuple[str, int, str] | None) -> int | tuple[str, int, str]:
         """The rounds that all processes have run; or the failure of a run in any of them, as node, round and text. All
@@ -222,12 +210,17 @@ class RemoteFlow:
         process, node, round, text = min(known, key=lambda k: not k[1])  # who was only stopped knows less
         return node, round, f"process {process}: {text}"
 
-    def agreed(self, rounds: int) -> int:
+    def agreed(self, run: int, rounds: int) -> int:
         """The rounds that all processes have run, which call this together.
+
+        Args:
+          run: the number of the run that has ended.
 
         Raises:
           RoundFailedError: the run failed in one of them.
         """
+        self._told = run, 0
+        self.run.network.forget(run - 1)
         ended = self.outcome(rounds, None)
         if not isinstance(ended, int):
             raise self.error(*ended)
@@ -248,18 +241,50 @@ class RemoteFlow:
 
     def brought(self, state: Sequence[Any]) -> list[Any]:
         """The state with those leaves here that a process reads when a run begins that has not made them."""
-        readers: dict[int, set[int]] = {}
+        readers: dict[int, set[Holder]] = {}
         for edge in self._built.edges:
-            for i in (f for m in edge.moves for f in m.first if isinstance(f, int)):
-                readers.setdefault(i, set()).add(self._process_of(edge.taker))
+            for m in edge.moves:
+                for i in (f for f in m.first if isinstance(f, int)):
+                    readers.setdefault(i, set()).add((edge.taker, edge.places(m)[1]))
         for node, constants in self._built.constants.items():
-            for i in constants.values():
-                readers.setdefault(i, set()).add(self._process_of(node))
-        makers = {i: {self._process_of(o.node)} for i, o in enumerate(self._built.state) if o.node is not None}
-        wanted = [i for i, found in sorted(readers.items()) if len(found) > 1 or not found <= makers.get(i, found)]
+            for at, i in constants.items():
+                readers.setdefault(i, set()).add((node, node.work.takes[at]))
+        for i, o in enumerate(self._built.state):
+            if o.node is not None and i in readers:
+                readers[i].add((o.node, o.node.work.gives[o.index]))
+        returned = {f for o in self._built.outs if o is not None for f in self._first_of(o) if isinstance(f, int)}
+        wanted = [i for i in range(len(state)) if i in returned or self._are_apart(readers.get(i, ()))]
+        values = [(state[i], readers.get(i, ()), i in returned) for i in wanted]
         found = list(state)
-        for i, x in zip(wanted, bring([state[i] for i in wanted], self._name), strict=True):
+        for i, x in zip(wanted, self._bring(values, self._name), strict=True):
             found[i] = x
+        return found
+
+    @staticmethod
+    def _first_of(origin: Origin) -> Sequence[int | Fixed]:
+        """What a round returns of the first state."""
+        return [origin.index] if origin.node is None else origin.first
+
+    def _are_apart(self, who: Collection[Holder]) -> bool:
+        """Whether a value of these nodes may be missing in the process of one of them."""
+        return len({p for n, _ in who for p in self._processes_of(n)}) > 1
+
+    def _bring(self, values: Sequence[tuple[Any, Collection[Holder], bool]], what: str = "shardc.fetch") -> list[Any]:
+        """Values that nodes of several processes take, in all of these: a value with pieces in other processes is whole
+        here beside them, for nodes on other meshes.
+
+        Args:
+          values: each with the nodes that take it, and whether all processes do.
+          what: the call that they all make.
+        """
+        each = range(self.cluster.processes)
+        takers = [each if e else sorted({p for n, _ in who for p in self._processes_of(n)}) for _, who, e in values]
+        found = bring([x for x, *_ in values], what, takers)
+        for i, (x, (_, who, everywhere)) in enumerate(zip(found, values, strict=True)):
+            if isinstance(x, jax.Array) and not is_remote(x) and not x.is_fully_addressable:
+                mesh = place_of(x).mesh
+                if everywhere or any(at.mesh != mesh for _, at in who):
+                    found[i] = SpreadValue(x, mesh, of_words(np.asarray(words(whole(x))), x.dtype))
         return found
 
     def last_state(self, leaf: Callable[[int], Any], first: Sequence[Any]) -> list[Any]:
@@ -271,146 +296,101 @@ class RemoteFlow:
         """
         origins = list(enumerate(self._built.state))
         made = {i: o.node for i, o in origins if o.node is not None}
-        here = {i: leaf(i) for i, n in made.items() if self._process_of(n) == self.cluster.me}
         avals = {i: v.aval for i, v in enumerate(self._built.round.state)}
-        sent = {(n.number, i): avals[i] for i, n in made.items() if is_small(avals[i]) or not n.work.meshes}
-        told = self.exchange({(n.number, i): [here[i]] for i, n in made.items() if i in here}, sent)
+        gives = {i: o.node.work.gives[o.index] for i, o in origins if o.node is not None}
+        here = {i: _at(gives[i], avals[i], leaf(i)) for i, n in made.items() if self._is_here(n)}
+        told = self.tell([
+            Told(i, avals[i], self._processes_of(n), [here[i]] if i in here else [])
+            for i, n in made.items() if is_small(avals[i]) or not n.work.meshes
+        ])  # fmt: skip
         found: list[Any] = []
         for i, origin in origins:
             if origin.node is None:
                 found.append(first[origin.index])
             elif i in here:
                 found.append(here[i])
-            elif (origin.node.number, i) in told:
-                found.append(told[origin.node.number, i][0])
             else:
-                place = origin.node.work.gives[origin.index]
-                assert isinstance(place.mesh, Mesh) and place.placement is not None
-                found.append(RemoteArray(avals[i], place.placement, place.mesh))
+                found.append(_elsewhere(avals[i], gives[i], told.get(i, ())))
         return found
 
-    def _home(self, value: LateValue, k: int) -> int:
-        """The process that has a late value when a run ends; -1: all have it."""
-        return self._process_of(value.back[k][0][0]) if value.back[k] else -1
+    def _home(self, value: LateValue, k: int) -> Sequence[int]:
+        """The processes that have a late value when a run ends; none: all have it."""
+        home = value.home(k)
+        return () if home is None else self._processes_of(home)
 
     def brought_late(self, late: LateValues, made: Mapping[tuple[LateValue, int], Any]) -> dict[Any, Any]:
         """Late values with those here that nodes of several processes take."""
-        wanted = [
-            (value, k)
-            for value, k in late.entries()
-            if len({self._process_of(n) for n, _ in value.back[k]} | {self._home(value, k)}) > 1
-        ]
-        return {**made, **dict(zip(wanted, bring([made[key] for key in wanted]), strict=True))}
+        returned = set(late.of_out.values())
+        wanted = [(v, k) for v, k in late.entries() if v in returned or self._are_apart(v.back[k])]
+        values = [(made[value, k], value.back[k], value in returned) for value, k in wanted]
+        return {**made, **dict(zip(wanted, self._bring(values), strict=True))}
 
     def known_late(self, late: LateValues, made: Mapping[tuple[LateValue, int], Any]) -> dict[Any, Any]:
         """The late values that a run leaves, in all processes: of what is on the devices of another one, only where it
         is, unless it is small."""
         found: dict[Any, Any] = {}
-        sent: dict[tuple[int, int], Any] = {}
-        mine: dict[tuple[int, int], Sequence[Any]] = {}
-        homes: dict[tuple[int, int], int] = {}
-        entries = late.entries()
-        for i, (value, k) in enumerate(entries):
-            home = self._home(value, k)
-            place = value.back[k][0][1] if value.back[k] else Place(value.aval)
-            if home in (-1, self.cluster.me) and (value, k) in made:
-                found[value, k] = made[value, k]
-            if home == -1:
+        told: list[Told] = []
+        at: dict[tuple[LateValue, int], Place] = {}
+        for value, k in late.entries():
+            home, key = self._home(value, k), (value, k)
+            if not home:
+                found |= {key: made[key]} if key in made else {}
                 continue
-            if isinstance(place.mesh, Mesh) and place.placement is not None and not is_small(value.aval):
-                found.setdefault((value, k), RemoteArray(value.aval, place.placement, place.mesh))
-                continue
-            sent[i, 0], homes[i, 0] = value.aval, home
-            if home == self.cluster.me:
-                mine[i, 0] = [made[value, k]] if (value, k) in made else []
-        told = self.exchange(mine, sent, homes)
-        return found | {entries[i]: told[i, 0][0] for i, _ in sent if told[i, 0]}
+            at[key] = place = value.back[k][0][1]
+            if key in made and self.cluster.me in home:
+                found[key] = _at(place, value.aval, made[key])
+            if not isinstance(place.mesh, Mesh) or place.placement is None or is_small(value.aval):
+                told.append(Told(key, value.aval, home, [found[key]] if key in found else []))
+        known = self.tell(told)
+        away = {key: place for key, place in at.items() if key not in found and known.get(key, True)}
+        return {**found, **{key: _elsewhere(key[0].aval, place, known.get(key, ())) for key, place in away.items()}}
 
-    def _process_of(self, node: FlowNode) -> int:
-        return self._processes[self._built.actor[node]]
-
-    def exchange(
-        self, mine: Mapping[tuple[int, int], Sequence[Any]], of: Mapping[tuple[int, int], Any],
-        homes: Mapping[tuple[int, int], int] | None = None,
-    ) -> dict[Any, Any]:  # fmt: skip
-        """The results of all nodes in all processes, which call this together.
+    def logs(self, logs: Mapping[tuple[FlowNode, int], Sequence[Any]]) -> dict[Any, Sequence[Any]]:
+        """The results of all rounds in all processes, by node and result leaf.
 
         Args:
-          mine: what nodes of this process gave, by node and result leaf.
-          of: the type of each result, by node and leaf, of all processes.
-          homes: the process that has each; None: that of the node.
+          logs: with the results of nodes of this process.
         """
-        if homes is None:
-            homes = {key: self._process_of(self._built.round.nodes[key[0]]) for key in of}
-        cluster, tag = self.cluster, f"flow {self.network.number} {self.cluster.count('flow results')}"
-        found: dict[Any, Any] = dict(mine)
-        for key in sorted(of):
-            if homes[key] == cluster.me:
-                whole = np.stack([np.asarray(words(x)) for x in mine[key]]) if mine[key] else None
-                for p in range(cluster.processes):
-                    if p != cluster.me:
-                        cluster.link(p).send_tagged(tag, (b"", ()) if whole is None else pack_array(whole))
-        for key in sorted(of):
-            home = homes[key]
-            if home != cluster.me:
-                packed = cluster.receive_tagged(home, tag, "for the results of a flow's run")
-                found[key] = [of_words(x, of[key].dtype) for x in unpack_array(packed)] if packed[0] else []
+        return self.tell([Told((n, i), n.results[i], self._processes_of(n), xs) for (n, i), xs in logs.items()])
+
+    def _processes_of(self, node: FlowNode) -> Sequence[int]:
+        return self._built.processes_of(node)
+
+    def _is_here(self, node: FlowNode) -> bool:
+        return self.cluster.me in self._processes_of(node)
+
+    def tell(self, told: Sequence[Told]) -> dict[Any, Sequence[Any]]:
+        """The values that some processes have, in all of them, which call this together after a run."""
+        (run, first), me = self._told, self.cluster.me
+        self._told = run, first + len(told)
+        found: dict[Any, Sequence[Any]] = {}
+        for number, one in enumerate(told, first):
+            if me in one.homes:
+                found[one.name] = values = [_readable(x) for x in one.values]
+                if me == one.homes[0]:
+                    stacked = np.stack([np.asarray(words(as_jax(x))) for x in values]) if values else None
+                    self.run.send(run, number, stacked, self.run.others(one.homes))
+        for number, one in enumerate(told, first):
+            if me not in one.homes:
+                value = self.run.receive(run, number, one.aval, one.homes[0])
+                found[one.name] = [] if value is None else list(value)
         return found
 
 
-def sender(keep: Sequence[bool]) -> LeafMove:
-    """The function that readies a message for a link. `keep`: the values that may be overwritten before they are sent;
-    these are copied."""
-
-    def ready(values: tuple[Any, ...]) -> tuple[Any, ...]:
-        made = tuple(x.copy() if c and isinstance(x, jax.Array) else x for x, c in zip(values, keep, strict=True))
-        for x in made:
-            if isinstance(x, jax.Array):
-                words(x).copy_to_host_async()
-        return made
-
-    return ready
+def _at(place: Place, aval: Any, x: Any) -> Any:
+    """A value where a run leaves it: after few rounds it may be one of the first state, which lies anywhere."""
+    is_host = isinstance(x, np.ndarray | np.generic) and isinstance(place.mesh, Mesh)
+    return begun(place, x) if is_host else x
 
 
-class _FlowCodec:
-    """The messages of a flow's channels as bytes (`shardc.runtime.distributed_network.Codec`): logical values."""
+def _elsewhere(aval: Any, place: Place, told: Sequence[Any]) -> Any:
+    """An array that other processes have, of which they may have told the value."""
+    if not isinstance(place.mesh, Mesh) or place.placement is None:
+        return told[0]
+    arrival = Arrival(lambda: np.asarray(told[0])) if told else None
+    return RemoteArray(aval, place.placement, place.mesh, arrival)
 
-    def __init__(self, edges: Sequence[Edge], wide: bool) -> None:
-        self._edges, self._wide = edges, wide
-        self._entries: dict[int, list[tuple[Any, LeafMove]]] = {}
 
-    def is_ready(self, value: Any) -> bool:
-        arrays: list[Any] = [words(x) for x in value if isinstance(x, jax.Array)]
-        return all(x.is_ready() for x in arrays)
-
-    def pack(self, channel: int, peer: int, value: Any) -> Packed:
-        del channel, peer
-        heads: list[tuple[str, int]] = []
-        buffers: list[memoryview] = []
-        for x in value:
-            about, parts = pack_array(np.asarray(words(x)) if isinstance(x, jax.Array) else np.asarray(x))
-            heads.append((bytes(about).decode(), len(parts)))
-            buffers += parts
-        return json.dumps(heads).encode(), buffers
-
-    def unpack(self, channel: int, parts: Mapping[int, Packed]) -> Any:
-        ((about, buffers),) = parts.values()
-        rest = iter(buffers)
-        with jax.enable_x64(self._wide):
-            return tuple(
-                enter(of_words(unpack_array((head.encode(), [next(rest) for _ in range(count)])), aval.dtype))
-                for (head, count), (aval, enter) in zip(json.loads(about), self._ends(channel), strict=True)
-            )
-
-    def _ends(self, channel: int) -> list[tuple[Any, LeafMove]]:
-        if channel not in self._entries:
-            edge = self._edges[channel]
-            self._entries[channel] = [
-                (
-                    edge.giver.results[m.output],
-                    stay if (place := edge.places(m)[1]).mesh is None or place.placement is None
-                    else to_place(place, edge.giver.results[m.output]),
-                )
-                for m in edge.moves
-            ]  # fmt: skip
-        return self._entries[channel]
+def _readable(x: Any) -> Any:
+    """A value that this process can read; the processes of its mesh call this together."""
+    return whole(x) if isinstance(x, jax.Array) and not x.is_fully_addressable else x

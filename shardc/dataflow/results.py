@@ -10,12 +10,11 @@ from typing import Any
 
 import jax
 
-from shardc.dataflow.beginning import LateValue, LateValues, known
+from shardc.dataflow.beginning import LateValue, LateValues, array_of, begun, known, value_of
 from shardc.dataflow.chart import FlowChart, measured_flow_chart
-from shardc.dataflow.moves import entered
 from shardc.dataflow.page import flow_page
 from shardc.dataflow.plan import PlannedFlow
-from shardc.dataflow.remote import RemoteFlow
+from shardc.dataflow.remote import FlowProcesses
 from shardc.dataflow.round import FlowNode, Origin
 from shardc.dataflow.timing.measured import mean_seconds, seconds_by_node
 from shardc.dataflow.value import RoundValue
@@ -81,6 +80,7 @@ class RunResults:
 
     Attributes:
       given: the arguments of each node that are known from the start.
+      number: of the run.
       fired: how often each step has run.
       turns: a context in which calls take the turns of the gang's client that runs the flow.
       record: whether each node is waited for, so that its times are those of its devices.
@@ -92,7 +92,7 @@ class RunResults:
         past: Mapping[tuple[LateValue, int], Any],
     ) -> None:  # fmt: skip
         self._plan, self._built, self._here, self._late, self._past = plan, plan.built, here, late, past
-        self.record = False
+        self.record, self.number = False, 0
         self.python: dict[str, list[float]] = {n.name: [] for n in here if n.work.where == "thread"}
         self.turns: Callable[[], AbstractContextManager[object]] = nullcontext
         self.fired = dict.fromkeys((s.label for row in plan.network.actors for s in row), 0)
@@ -100,12 +100,12 @@ class RunResults:
         for node in plan.nodes:
             leaves = [None if isinstance(x, RoundValue) else x for x in node.given]
             for at, i in plan.built.constants[node].items() if node in here else ():
-                leaves[at] = entered(node.work.takes[at], state[i])
+                leaves[at] = begun(node.work.takes[at], state[i])
             self.given[node] = leaves
         inputs = plan.nodes[0]
         if items is not None:
             self.given[inputs] = [items]
-        self._logs: dict[tuple[FlowNode, int], list[Any]] = {}
+        self._logs: dict[tuple[FlowNode, int], Any] = {}
         self._state: dict[FlowNode, dict[int, dict[int, Any]]] = {}
         for origin in plan.built.outs:
             if origin is not None and origin.node is not None:
@@ -113,7 +113,7 @@ class RunResults:
         for origin in plan.built.state:
             if origin.node is not None:
                 self._state[origin.node] = {}
-        self._first_state = list(state)
+        self._first_state, self._first_values = list(map(array_of, state)), list(map(value_of, state))
         self._newest = dict.fromkeys(self._state, -1)
         self._behind = max((o.delay - 1 for o in plan.built.state if o.node is not None), default=0)
         self._lock = threading.Lock()
@@ -133,11 +133,9 @@ class RunResults:
                 for r in [r for r in kept if r < least]:
                     del kept[r]
 
-    def share_logs(self, remote: RemoteFlow) -> None:
+    def share_logs(self, remote: FlowProcesses) -> None:
         """Let all processes know what the rounds gave."""
-        types = {(n.number, i): n.results[i] for n, i in self._logs}
-        found = remote.exchange({(n.number, i): xs for (n, i), xs in self._logs.items()}, types)
-        self._logs = {(n, i): found[n.number, i] for n, i in self._logs}
+        self._logs = remote.logs(self._logs)
 
     def past(self, rounds: int) -> dict[tuple[LateValue, int], Any]:
         """Values of the last of so many rounds that later ones return, or have as state."""
@@ -150,7 +148,8 @@ class RunResults:
         for i, value in self._late.of_state.items():
             delay = self._built.state[i].delay
             if value.node in self._here:
-                found |= {(value, k): self.leaf(i, rounds + delay - 1 - k) for k in value.back if k < delay}
+                mine = [k for k in value.back if k < delay and value.home(k) in (value.node, None)]
+                found |= {(value, k): self.leaf(i, rounds + delay - 1 - k) for k in mine}
         return found
 
     def state(self, round: int) -> list[Any]:
@@ -190,7 +189,7 @@ class RunResults:
         """Result i of round r."""
         assert origin is not None
         if origin.node is None:
-            return self._first_state[origin.index]
+            return self._first_values[origin.index]
         made = r - origin.delay
         if made < 0:
             return self._past[self._late.of_out[i], -made]

@@ -10,15 +10,15 @@ from typing import Any, Final, TypeAlias
 
 import jax
 
-from shardc.dataflow.beginning import Beginning
+from shardc.dataflow.beginning import Beginning, array_of
 from shardc.dataflow.moves import LeafMove, copied, giving, on_host, stay, taking, ways_of
 from shardc.dataflow.network import Edge, NodeStep
 from shardc.dataflow.plan import PlannedFlow
 from shardc.dataflow.remote import (
-    RemoteFlow,
+    FlowProcesses,
     RunFacts,
     agree_on_run,
-    sender,
+    digest_of,
     values_of_nodes,
     values_of_state,
 )
@@ -29,10 +29,12 @@ from shardc.dataflow.timing.resources import devices_of
 from shardc.dataflow.value import RoundValue
 from shardc.dataflow.work import HostWork
 from shardc.errors import FlowError, PeerLostError, PipelineError, PipelineTaskError, RoundFailedError
+from shardc.execute.agreement import known_calls
+from shardc.execute.network_run import NetworkRun
 from shardc.execute.pipeline_executable import IN_FLIGHT
 from shardc.execute.process_group import group_of_run
 from shardc.execute.recording import Recording
-from shardc.execute.ways import Ways
+from shardc.execute.ways import Ways, WaysCodec
 from shardc.machine.devices import me
 from shardc.passes.trace.trace import settings, under
 from shardc.runtime.actor import Message, Span, Step
@@ -66,9 +68,9 @@ class FlowRun:
         self._executor: Executor | None = None
         self._lock = threading.Lock()
         self._processes = plan.built.processes
-        self._here = frozenset(n for n in plan.nodes if self._processes[plan.built.actor[n]] == me())
-        self._is_of_several = set(self._processes) != {me()}
-        self._remote: RemoteFlow | None = None
+        self._here = frozenset(n for n in plan.nodes if me() in self._processes[plan.built.actor[n]])
+        self._is_of_several = {p for ps in self._processes for p in ps} != {me()}
+        self._remote: FlowProcesses | None = None
         self._ways: list[Ways] = []
         self._take: list[LeafMove] = []
         self._steps = {s.label: s for row in plan.network.actors for s in row}
@@ -83,16 +85,17 @@ class FlowRun:
     # -- opening
 
     def _opened(self) -> Executor:
-        if self._remote is not None and self._remote.epoch != self._remote.cluster.epoch:
-            self.close()  # other processes were started again
+        if self._remote is not None and self._remote.run.is_over:
+            self.close()
         if self._executor is None:
             wide = bool(settings()[0])
-            remote = self._remote = RemoteFlow(self.plan, self._processes, wide) if self._is_of_several else None
+            self._ways = [ways_of(e, *self._ends(e), wide) for e in self._built.edges]
+            self._take = [self._taking(channel) for channel in range(len(self._ways))]
+            network = self._network_run() if self._is_of_several else None
+            self._remote = None if network is None else FlowProcesses(self.plan, network)
             for node in self.plan.nodes:
                 if self.is_here(node):
                     node.work.begin()
-            self._ways = [ways_of(e, *self._ends(e), wide) for e in self._built.edges]
-            self._take = [self._taking(channel) for channel in range(len(self._ways))]
             actors = len(self._built.rows)
             numbers = {id(c): channel for channel, c in enumerate(self.plan.network.channels)}
             self._executor = Executor(
@@ -101,11 +104,29 @@ class FlowRun:
                 transports=lambda c: self._giving(numbers[id(c)]),
                 limit=LaunchLimit(max(2, IN_FLIGHT // actors), _wait, _is_ready),
                 threads=Threads(None, self.plan.name),
-                share=None if remote is None else remote.share,
+                share=None if network is None else network.share,
             )
-            if remote is not None:
-                remote.open(self._executor)
+            if network is not None:
+                network.open(self._executor)
         return self._executor
+
+    def _network_run(self) -> NetworkRun:
+        plan = self.plan
+        crossing = [c for c in range(len(self._ways)) if not self._stays_near(c)]
+        what = f"{plan.round.where}: its nodes"
+        return NetworkRun(plan.network, digest_of(plan), self._processes, WaysCodec(self._ways), what, crossing)
+
+    def _stays_near(self, channel: int) -> bool:
+        """Whether each process hands the values of a channel to itself."""
+        edge = self._built.edges[channel]
+        giver, taker = (self._built.processes_of(n) for n in (edge.giver, edge.taker))
+        return giver == taker and (len(giver) == 1 or self._ways[channel].stay_near)
+
+    def _ends(self, edge: Edge) -> tuple[int | None, int | None]:
+        """The processes of an edge's nodes that have its values on the host; None if all nodes are in this one."""
+        if not self._is_of_several:
+            return None, None
+        return self._built.processes_of(edge.giver)[0], self._built.processes_of(edge.taker)[0]
 
     def is_here(self, node: FlowNode) -> bool:
         """Whether a node runs in this process."""
@@ -116,26 +137,17 @@ class FlowRun:
         mine = {d for m in node.work.meshes for d in devices_of(m)}
         return [s.lock for s in self._shared if mine & devices_of(s.mesh)]
 
-    def _ends(self, edge: Edge) -> tuple[int | None, int | None]:
-        """The processes of an edge's nodes; None if all nodes are in this one."""
-        if not self._is_of_several:
-            return None, None
-        giver, taker = (self._processes[self._built.actor[n]] for n in (edge.giver, edge.taker))
-        return giver, taker
-
     def _giving(self, channel: int) -> LeafMove:
-        """The move of a channel's messages, in the giver's thread."""
+        """What the giver's thread does with a channel's messages."""
         edge = self._built.edges[channel]
         if not self.is_here(edge.giver):
             return stay
-        if not self.is_here(edge.taker):
-            return sender([self._built.is_donated(edge.giver, m.output) for m in edge.moves])
-        return _locked(self._locks(edge.giver), giving(self._ways[channel]))
+        return _locked(self._locks(edge.giver), giving(self._ways[channel], self._stays_near(channel)))
 
     def _taking(self, channel: int) -> LeafMove:
         """What makes of a channel's messages the leaves that its taker has, in the taker's thread."""
         edge, ways = self._built.edges[channel], self._ways[channel]
-        if not (self.is_here(edge.giver) and self.is_here(edge.taker)):
+        if not self.is_here(edge.taker):
             return stay
         return taking(edge, ways, _locked(self._locks(edge.taker), ways.arrive))
 
@@ -143,7 +155,7 @@ class FlowRun:
         """End the threads and the processes of host functions."""
         remote, self._remote = self._remote, None
         if remote is not None:
-            remote.close()
+            remote.run.close()
         executor, self._executor = self._executor, None
         if executor is not None:
             executor.close()
@@ -161,6 +173,7 @@ class FlowRun:
         fill = self._filling(step)
         gives = [[m.output for m in edges[c].moves] for c, _ in step.gives]
         logged, held = self._kept(node)
+        together = self._together(node)
         again = [
             at for at in work.donated if not isinstance(node.given[at], RoundValue) or at in self._built.constants[node]
         ]
@@ -174,11 +187,12 @@ class FlowRun:
         def run(values: list[Any]) -> list[Any]:  # it holds no FlowRun: dropping that one ends the threads
             current = now.run
             assert current is not None
+            together(current.number)
             given = list(current.given[node])
             for argument in again:
                 given[argument] = copied(given[argument])
             round = current.fired[step.label] * period + at
-            with under(known), current.turns():
+            with under(known), current.turns(), known_calls():
                 fill(given, values)
                 try:
                     begin = thread_time()
@@ -218,6 +232,13 @@ class FlowRun:
                     given[argument] = x
 
         return fill
+
+    def _together(self, node: FlowNode) -> Callable[[int], None]:
+        """The function that waits, in a run, until all processes of a node have come to its next step."""
+        if self._remote is None or len(self._built.processes_of(node)) == 1:
+            return lambda run: None
+        network, actor = self._remote.run.network, self._built.actor[node]
+        return lambda run: network.together(run, actor)
 
     def _kept(self, node: FlowNode) -> tuple[list[tuple[int, _Keep]], list[tuple[int, _Keep]]]:
         """The results that are returned, and those that are parts of the state, with what is kept of each: a copy if
@@ -282,7 +303,7 @@ class FlowRun:
         state = self._beginning.own(state if remote is None else remote.brought(state))
         first, past = self._beginning.first(state, made), self._beginning.past(state, made)
         self._now.run = current = RunResults(self.plan, self._here, state, items, late, past)
-        current.record = record
+        current.record, current.number = record, executor.runs + 1
         if (client := calling_client()) is not None:
             current.turns = client.calling
         for pot in self._pots:
@@ -290,7 +311,7 @@ class FlowRun:
         spans = self._executed(executor, rounds, first, current)
         complete = executor.rounds
         if remote is not None:
-            complete = remote.agreed(complete)
+            complete = remote.agreed(executor.runs, complete)
             current.share_logs(remote)
         left = self._beginning.left(executor.left, complete, self._take) | current.past(complete)
         if remote is not None:
@@ -301,7 +322,7 @@ class FlowRun:
         given.writes = remote is None or not remote.cluster.me
         if remote is None:
             return current.state(complete - 1), given
-        return remote.last_state(lambda i: current.leaf(i, complete - 1), state), given
+        return remote.last_state(lambda i: current.leaf(i, complete - 1), list(map(array_of, state))), given
 
     def _agree(self, state: Sequence[Any], items: Any, rounds: int, pending: Any) -> None:
         """Agree with the other processes on the run, before its first round.

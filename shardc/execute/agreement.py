@@ -8,9 +8,11 @@ later calls    the function, its plan and checksums of values that are given who
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from jax.sharding import Mesh
 
@@ -118,10 +120,30 @@ def _rank_facts(plan: PlacedProgram | MpmdPlan) -> dict[str, str]:
     }
 
 
+class _Thread(threading.local):
+    """Whether the calls of a thread are known to be equal in all processes."""
+
+    are_known = False
+
+
+_thread: Final = _Thread()
+
+
+@contextmanager
+def known_calls() -> Generator[None]:
+    """A context for calls that are equal in all processes as the steps of a network are: they are not compared, and may
+    have another order than those of other threads."""
+    before, _thread.are_known = _thread.are_known, True
+    try:
+        yield
+    finally:
+        _thread.are_known = before
+
+
 def check_call(executable: object, arrays: Sequence[Any]) -> None:
-    """`Agreement.check` for an executable that runs in several processes; nothing for others."""
+    """`Agreement.check` for an executable that runs in several processes; nothing for others, nor in `known_calls`."""
     agreement: Agreement | None = getattr(executable, "agreement", None)
-    if agreement is not None:
+    if agreement is not None and not _thread.are_known:
         agreement.check(arrays)
 
 

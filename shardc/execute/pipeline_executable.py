@@ -17,18 +17,19 @@ from jax.sharding import Mesh, NamedSharding
 from shardc import compat
 from shardc.arrays.gone import refuse_gone
 from shardc.arrays.place import Place, places
+from shardc.arrays.placed import is_placed
 from shardc.arrays.remote_array import Arrival, RemoteArray, is_remote, is_small
 from shardc.compat import Var
 from shardc.errors import MeshError, PeerLostError, PipelineError, PipelineTaskError, ShardcError
 from shardc.execute.agreement import Agreement
 from shardc.execute.at_work import line_if_long
 from shardc.execute.executable import Executable, OtherCallError, gone_text, report_failure
+from shardc.execute.network_run import NetworkRun
 from shardc.execute.process_group import group_of_run
 from shardc.execute.rank_processes import RankProcesses
 from shardc.execute.recording import Recording
-from shardc.execute.remote_stages import RemoteStages, lives_on
 from shardc.execute.stage_io import PiecedArrays, channel_ways
-from shardc.execute.ways import Ways
+from shardc.execute.ways import Ways, WaysCodec
 from shardc.ir.host_callback import CALLBACKS
 from shardc.ir.walk import all_eqns
 from shardc.machine.mesh import AnyMesh, note_stages
@@ -141,7 +142,7 @@ class PipelineExecutable:
         self._last: Recording | None = None
         self._watch = _TimedTasks()
         self._executor: Executor | None = None
-        self._remote: RemoteStages | None = None
+        self._remote: NetworkRun | None = None
 
     def _places(self, borders: Sequence[Border]) -> list[Place]:
         return [Place(b.aval, self.meshes[b.stage], b.placement) for b in borders]
@@ -179,8 +180,8 @@ class PipelineExecutable:
     @property
     def compiled(self) -> Executor:
         """The actors, with all programs compiled. If stages run in several processes, each calls this together."""
-        if self._remote is not None and self._remote.epoch != self._remote.cluster.epoch:
-            self.close()  # other processes were started again; what is compiled here is kept
+        if self._remote is not None and self._remote.is_over:
+            self.close()  # what is compiled here is kept
         if self._executor is None:
             self._executor = self._opened()
         return self._executor
@@ -190,7 +191,8 @@ class PipelineExecutable:
         remote = None
         if self.agreement is not None:
             self.agreement.agree_on_plan()
-            remote = RemoteStages(plan, self._ways, self.places)
+            what = f"{plan.program.name}: its stages"
+            remote = NetworkRun(plan.network, plan.digest, self.places.of_rank, WaysCodec(self._ways), what)
         executables = self._task_executables()
         with line_if_long(f"compiling the {len(executables)} programs of {plan.program.name}"):
             for e in executables:  # in this thread, because JAX's settings are per thread
@@ -235,7 +237,7 @@ class PipelineExecutable:
             return _stay
         if self.places.are_apart(channel.source, channel.target):
             return ways.leave
-        if not ways.is_here:
+        if not ways.stay_near:
             raise MeshError(
                 f"{self.plan.program.name}: ranks {channel.source} and {channel.target} share their processes, and "
                 f"values of {channel.name} have other placements on either; give these ranks meshes of equal sizes."
@@ -374,7 +376,7 @@ class PipelineExecutable:
         plan, remote = self.plan, self._remote
         if remote is not None:
             for i, to in self._shared.items():
-                if lives_on(parts[i], self._homes[i]) and not is_small(plan.pieces.program.in_avals[i]):
+                if _lives_on(parts[i], self._homes[i]) and not is_small(plan.pieces.program.in_avals[i]):
                     remote.send(run, len(self._exits) + i, parts[i], to)
         near: dict[int, Any] = {}  # what another process sends, it sends once, also to two ranks of this one
         entered: dict[tuple[int, NamedSharding], jax.Array] = {}  # an argument of two stages of a rank is put once
@@ -432,16 +434,13 @@ class PipelineExecutable:
             return exit.enter(v.val) if here else RemoteArray(aval, exit.at, exit.device_mesh, value)
         if here:
             if remote is not None and is_small(aval):  # in all processes of the rank: fetching it may take them all
-                to = self._without(stage.rank) if self.places.speaks_for(stage.rank) else []
+                to = remote.others(self.places.of_rank[stage.rank]) if self.places.speaks_for(stage.rank) else []
                 remote.send(run, i, exit.leave(state.residents[v]), to)
             return state.residents[v]
         assert remote is not None
-        return remote.arriving(run, i, aval, exit) if is_small(aval) else RemoteArray(aval, exit.at, exit.device_mesh)
-
-    def _without(self, rank: int) -> list[int]:
-        """The processes that do not run a rank."""
-        assert self._remote is not None
-        return [p for p in range(self._remote.cluster.processes) if p not in self.places.of_rank[rank]]
+        if is_small(aval):
+            return remote.arriving(run, i, aval, exit.at, exit.device_mesh)
+        return RemoteArray(aval, exit.at, exit.device_mesh)
 
     def close(self) -> None:
         """End the actors' threads; the next call starts new ones."""
@@ -516,6 +515,13 @@ def _numbers(microbatches: int, mesh: Mesh) -> list[jax.Array]:
 
 def _stay(values: Any) -> Any:
     return values
+
+
+def _lives_on(x: Any, place: Place) -> bool:
+    """Whether an array lives on the mesh of a place, and nowhere else."""
+    if is_placed(x):
+        return x.mesh == place.mesh
+    return isinstance(x, jax.Array) and x.committed and x.sharding.device_set == set(place.devices)
 
 
 def _lines_of(task: StageTask) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
@@ -19,12 +19,15 @@ from shardc.machine.launch_order import in_launch_order, ordered_devices
 from shardc.runtime.cluster import Cluster, current
 
 
-def bring(leaves: Sequence[Any], what: str = "shardc.fetch") -> list[Any]:
-    """The leaves, with the values of those that another JAX runtime has. All processes of the run call this together.
+def bring(
+    leaves: Sequence[Any], what: str = "shardc.fetch", takers: Sequence[Collection[int]] | None = None
+) -> list[Any]:
+    """The leaves, with the values of those that other processes have. All processes of the run call this together.
 
     Args:
       leaves: arrays.
       what: the call that they all make.
+      takers: for each leaf the processes that want it; None: all, if another JAX runtime has it.
 
     Raises:
       ClusterError: no process has the value of a leaf.
@@ -33,9 +36,12 @@ def bring(leaves: Sequence[Any], what: str = "shardc.fetch") -> list[Any]:
     if cluster is None or cluster.processes == 1:
         return list(leaves)
     parts = [list(x.pieces) if isinstance(x, StackedArray) else [x] for x in leaves]
-    if cluster.config.islands == 1 and not any(_is_of_some(p, cluster.processes) for ps in parts for p in ps):
-        return list(leaves)  # one program gathers them
-    brought = iter(_bring([p for ps in parts for p in ps], cluster, what))
+    if takers is None:
+        if cluster.config.islands == 1 and not any(_is_of_some(p, cluster.processes) for ps in parts for p in ps):
+            return list(leaves)  # one program gathers them
+        takers = [range(cluster.processes)] * len(leaves)
+    to = [who for who, ps in zip(takers, parts, strict=True) for _ in ps]
+    brought = iter(_bring([p for ps in parts for p in ps], to, cluster, what))
     return [_joined(x, ps, [next(brought) for _ in ps]) for x, ps in zip(leaves, parts, strict=True)]
 
 
@@ -55,28 +61,28 @@ def _joined(x: Any, parts: Sequence[Any], brought: Sequence[Any]) -> Any:
     return np.concatenate(list(map(np.asarray, brought))) if isinstance(x, StackedArray) else brought[0]
 
 
-def _bring(parts: Sequence[Any], cluster: Cluster, what: str) -> list[Any]:
+def _bring(parts: Sequence[Any], to: Sequence[Collection[int]], cluster: Cluster, what: str) -> list[Any]:
     group = group_of_run()
     assert group is not None
     marks = "".join("-" if is_remote(x) else "+" for x in parts)
     said = [facts["has"] for facts in group.gather(f"{what} of {number_text(len(parts), 'array')}", {"has": marks})]
     found = list(parts)
-    for i, x in enumerate(parts):
-        without = [p for p, has in enumerate(said) if has[i] == "-"]
+    for i, (x, takers) in enumerate(zip(parts, to, strict=True)):
+        givers = [p for p, has in enumerate(said) if has[i] == "+"]
+        without = [p for p in takers if p not in givers]
         if without:
-            found[i] = _bring_one(x, without, cluster)
+            found[i] = _bring_one(x, givers, without, cluster)
     return found
 
 
-def _bring_one(x: Any, without: Sequence[int], cluster: Cluster) -> Any:
+def _bring_one(x: Any, givers: Sequence[int], without: Sequence[int], cluster: Cluster) -> Any:
     """Bring one value: the first process that has it sends it to those that do not."""
-    givers = [p for p in range(cluster.processes) if p not in without]
     if not givers:
         raise ClusterError(f"shardc.fetch: no process of the run has {x!r} any more.")
     tag = f"fetch {cluster.count('value')}"
     if cluster.me in without:
         return of_words(unpack_array(cluster.receive_tagged(givers[0], tag, "at shardc.fetch")), x.dtype)
-    if cluster.me in cluster.config.island(givers[0]) and isinstance(x, jax.Array):
+    if cluster.me in givers and cluster.me in cluster.config.island(givers[0]) and isinstance(x, jax.Array):
         value = whole(x)
         if cluster.me == givers[0]:
             packed = pack_array(np.asarray(words(value)))

@@ -4,8 +4,8 @@
 
 `sbp/way.py` plans each way. `leave` and `arrive` launch the boxings of the plan, each in the thread that launches all
 programs of its mesh. Between them stands a carrier:
-- `cross`, if both meshes are in this process: the parcels are cut on the giver's devices, copied one by one and joined
-  on the taker's; everything is launched and nothing waited for;
+- `cross`, if both meshes are in this process, or no parcel goes from one of their processes to another: the parcels are
+  cut on the giver's devices, copied one by one and joined on the taker's; all is launched and nothing waited for;
 - a link, if a mesh has devices in other processes: `pack` makes the bytes for one of them, `unpack` puts the bytes of
   all on the devices here.
 """
@@ -83,6 +83,14 @@ class Way:
         return self.given.way_to(self.taken, None if self.is_within else self.link)
 
     @cached_property
+    def stays_near(self) -> bool:
+        """Whether no parcel goes from process to process, though the meshes may be of several."""
+        given, taken = self.given.processes, self.taken.processes
+        if self.given.on_host or self.taken.on_host:
+            return self.is_here
+        return self.is_within or all(given[p.source] == taken[p.targets[0]] for p in self.plan.parcels)
+
+    @cached_property
     def held(self) -> list[Index]:
         """The elements that each device of the giver has when they leave."""
         return boxes(self.plan.shape, self.plan.leaves, self.given.sizes)
@@ -133,7 +141,8 @@ class Way:
         return self.taken.enter(x)
 
     def pack(self, x: Any, peer: int) -> list[memoryview]:
-        """The bytes of the parcels from this process to another one, in the order of the plan. Waits for the device."""
+        """The bytes of the parcels from this process to another one, or copies of those for itself, in the order of the
+        plan. Waits for the device."""
         mine = self.parcels_to(peer)
         if not mine:
             return []
@@ -145,7 +154,8 @@ class Way:
             sources = {p.source for p in mine}
             shards = {number[s.device]: s.data for s in x.addressable_shards}
             blocks = {i: np.asarray(shards[i]) for i in sources}
-        return [as_bytes(blocks[p.source][_slices(p.box, self.held[p.source])]) for p in mine]
+        parts = [blocks[p.source][_slices(p.box, self.held[p.source])] for p in mine]
+        return [as_bytes(part.copy() if peer == me() else part) for part in parts]
 
     def parcels_to(self, peer: int) -> list[Parcel]:
         """The parcels from this process to another one, in the order of the plan."""
@@ -271,8 +281,9 @@ class Ways:
         return all(w.stays and not w.copied for w in self.ways)
 
     @cached_property
-    def is_here(self) -> bool:
-        return all(w.is_here for w in self.ways)
+    def stay_near(self) -> bool:
+        """Whether `move` carries them, in each process of the two meshes."""
+        return all(w.stays_near for w in self.ways)
 
     @property
     def boxes(self) -> bool:
@@ -347,7 +358,8 @@ class Ways:
     def pack(self, peer: int, values: Sequence[Any]) -> Packed:
         """The part of a message for another process."""
         buffers = [b for w, x in zip(self.ways, values, strict=True) for b in w.pack(x, peer)]
-        self._count(peer, sum(b.nbytes for b in buffers))
+        if peer != me():
+            self._count(peer, sum(b.nbytes for b in buffers))
         counts = [len(w.parcels_to(peer)) for w in self.ways]
         return json.dumps([self._digest.decode(), counts]).encode(), buffers
 
@@ -422,9 +434,9 @@ def _start(box: Index, inside: Index) -> Local:
 
 
 class _Crossing:
-    """Carries values from one mesh to another within this process: one program cuts all parcels, each is copied once,
-    and one program joins them. Parcels that are whole blocks need no cut, or no join; values whose blocks go from each
-    device to the one of its number are copied as they are.
+    """Carries values from one mesh to another within this process, or within each of their processes: one program cuts
+    all parcels, each is copied once, and one program joins them. Parcels that are whole blocks need no cut, or no join;
+    values whose blocks go from each device to the one of its number are copied as they are.
 
     Attributes:
       sent: bytes of the parcels that a call copies, as the first one has found.

@@ -3,7 +3,8 @@
     actor here --message--> port --frame--> link ... link --> mailbox --> actor there
 
 An actor may run in several processes at once, as the same steps in the same order: then each sends its part of a
-message, a message is there when all its parts are, and a register is free when all its readers have given it back.
+message, a message is there when all its parts are, and a register is free when all its readers have given it back. A
+process that runs both ends of a channel sends a part to itself, which does not leave it.
 Values go besides the network too, to `expect`ers: arguments that several stages read, results that all processes get.
 """
 
@@ -11,15 +12,16 @@ from __future__ import annotations
 
 import json
 import threading
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from queue import SimpleQueue
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
-from shardc.errors import ClusterError, PeerLostError, PipelineError, all_offenders
+from shardc.errors import ClusterError, PeerLostError, PipelineError
 from shardc.runtime.actor import Message, Network
 from shardc.runtime.calls import processes_text
-from shardc.runtime.mailbox import ALL_RUNS, Mailbox, Port, stop_all
+from shardc.runtime.mailbox import ALL_RUNS, Mailbox, Port, RunStopped, stop_all
 from shardc.runtime.stalls import Stall
 from shardc.runtime.status.waits import Wait
 from shardc.runtime.transport.connection import Frame, FrameKind
@@ -97,27 +99,36 @@ class DistributedNetwork:
       places: for each actor the processes that run it.
       links: to the other processes that run actors: at least to those that this one exchanges messages with.
       codec: for values. A packed value has a description or a buffer; without both it arrives as None.
+      crossing: the channels between actors of the same several processes whose parts go to all of these; a message of
+        the others stays in each process.
 
     Attributes:
       mine: the actors of this process.
-      ports: for `Executor`, of all other actors that have links.
-
-    Raises:
-      PipelineError: a channel joins actors that share some of their processes but not all.
+      ports, channels, others: for `Executor`, of all other actors that have links, of the channels whose parts come
+        from here and from other processes, and to stop runs there.
     """
 
-    def __init__(
-        self, net: Network, number: int, places: Sequence[Sequence[int]], links: Mapping[int, Link], codec: Codec
-    ) -> None:
+    def __init__(  # a network, and where it runs
+        self, net: Network, number: int, places: Sequence[Sequence[int]], links: Mapping[int, Link], codec: Codec,
+        crossing: Collection[int] = (),
+    ) -> None:  # fmt: skip
         self.net, self.number, self.places, self.links, self.codec = net, number, places, links, codec
-        _check_overlaps(net, places)
-        me = {link.me for link in links.values()}
-        self.mine = [a for a, ps in enumerate(places) if not links or me & set(ps)]
+        self.me = next((link.me for link in links.values()), places[0][0] if places else 0)
+        self.mine = [a for a, ps in enumerate(places) if not links or self.me in ps]
         self.ports: dict[int, Port] = {
-            a: _RemotePort(self, [links[p] for p in ps])
+            a: _RemotePort(self, ps, ps)
             for a, ps in enumerate(places)
             if a not in self.mine and links.keys() >= set(ps)
         }
+        self.channels: dict[int, Port] = {
+            i: _RemotePort(self, places[c.target], places[c.source])
+            for i, c in enumerate(net.channels)
+            if {c.source, c.target} <= {*self.mine}
+            and (i in crossing or set(places[c.source]) != set(places[c.target]))
+        }
+        self.others: Port | None = _RemotePort(self, (), ()) if links else None
+        self._packers: dict[int, _Packer] = {}
+        """Of each actor, for parts that wait for a device."""
         self._mailboxes: Mapping[int, Mailbox] = {}
         self._closed = False
         self._changed = threading.Condition()
@@ -135,6 +146,10 @@ class DistributedNetwork:
         self._joining: set[tuple[int, int, int]] = set()
         """The messages that a thread makes of their parts, one after the other."""
         self._credits: dict[tuple[int, int], dict[int, int]] = {}
+        self._came: dict[tuple[int, int], Counter[int]] = {}
+        """By run and actor the steps that each process has come to."""
+        self._quit: set[tuple[int, int]] = set()
+        """The runs that other processes have stopped."""
         self._values: dict[tuple[int, int], Expected] = {}
         self._awaited: WeakValueDictionary[tuple[int, int], Expected] = WeakValueDictionary()
 
@@ -166,6 +181,8 @@ class DistributedNetwork:
         with self._changed:
             self._closed = True
         stop_all(self._mailboxes.values(), ALL_RUNS, PipelineError("the pipeline was closed."))
+        for packer in self._packers.values():
+            packer.close()
         self._mailboxes = {}
         self._remove_if_done()
 
@@ -213,6 +230,9 @@ class DistributedNetwork:
                         self._changed.notify_all()
                 case _:
                     self._stop(frame)
+                    with self._changed:  # after its mailboxes: who waits for the peer finds them stopped
+                        self._quit.add((frame.run, peer))
+                        self._changed.notify_all()
         except Exception as error:  # noqa: BLE001 - the thread must survive, and the run must not
             self.fail(frame.run, error)
 
@@ -262,7 +282,20 @@ class DistributedNetwork:
         if mailbox is not None:
             mailbox.message(frame.run, (frame.channel, frame.key), value)
 
+    def packer(self, actor: int) -> _Packer:
+        """The thread that packs what an actor gives: in the order of its steps, which is the same in all processes of
+        the actor, so that no part waits for a device behind one that another process makes later."""
+        with self._changed:
+            if actor not in self._packers:
+                self._packers[actor] = _Packer(f"shardc network {self._name(actor)} packs")
+            return self._packers[actor]
+
     def _credit(self, peer: int, frame: Frame) -> None:
+        if frame.channel >= len(self.net.channels):
+            with self._changed:
+                self._came.setdefault((frame.run, frame.channel - len(self.net.channels)), Counter())[peer] += 1
+                self._changed.notify_all()
+            return
         channel = self.net.channels[frame.channel]
         readers = self.places[channel.target]
         if len(readers) > 1:
@@ -301,6 +334,7 @@ class DistributedNetwork:
             return
         with self._changed:
             self._left[error.process] = error
+            self._changed.notify_all()
             waiting = [v for v in (*self._values.values(), *self._awaited.values()) if v.peer in (None, error.process)]
         for value in waiting:
             value.fail(error)
@@ -371,6 +405,35 @@ class DistributedNetwork:
             value.fail(why)
         stop_all(self._mailboxes.values(), run, why)
 
+    # -- steps that several processes take together
+
+    def together(self, run: int, actor: int) -> None:
+        """Wait until all processes of an actor have come to its next step. Then all of them take it, though the run may
+        be stopped meanwhile: a program that one of them does not launch never ends in the others.
+
+        Raises:
+          RunStopped: the run was stopped in one of them before it came.
+        """
+        processes, channel = self.places[actor], len(self.net.channels) + actor
+        with self._changed:
+            if (why := self._why_stopped(run)) is not None:
+                raise RunStopped(why)
+            came = self._came.setdefault((run, actor), Counter())
+            came[self.me] += 1
+            step = came[self.me]
+            for p in processes:
+                if p != self.me:
+                    self.links[p].send(Frame(FrameKind.CREDIT, self.number, run, channel))
+            late = lambda: [p for p in processes if came[p] < step]  # noqa: E731
+            gone = lambda p: (run, p) in self._quit or (ALL_RUNS, p) in self._quit or p in self._left  # noqa: E731
+            self._changed.wait_for(lambda: not late() or self._lost is not None or any(map(gone, late())))
+            if late():
+                why = self._lost or next((self._left[p] for p in late() if p in self._left), None)
+                raise RunStopped(why or self._why_stopped(run) or PipelineError("another process has stopped the run."))
+
+    def _why_stopped(self, run: int) -> Exception | None:
+        return self._lost or self._stopped.get(run) or self._stopped.get(ALL_RUNS)
+
     # -- values besides the network
 
     def _value(self, run: int, number: int) -> Expected:
@@ -389,7 +452,7 @@ class DistributedNetwork:
             found.peer = peer
             self._awaited[run, number] = found
             left = self._left.values() if peer is None else [e for p, e in self._left.items() if p == peer]
-            error = self._stopped.get(run) or self._stopped.get(ALL_RUNS) or next(iter(left), None)
+            error = self._why_stopped(run) or next(iter(left), None)
         if error is not None:
             found.fail(error)
         return found
@@ -403,6 +466,8 @@ class DistributedNetwork:
             self._parts = {at: parts for at, parts in self._parts.items() if at[0] > run}
             self._ends = {at: rounds for at, rounds in self._ends.items() if at > run}
             self._joining = {at for at in self._joining if at[0] > run}
+            self._came = {at: counts for at, counts in self._came.items() if at[0] > run}
+            self._quit = {at for at in self._quit if at[0] > run}
 
     def send_value(self, run: int, number: int, peer: int, pack: Callable[[], Packed]) -> None:
         """Send a value outside of channels. `pack` may wait for a device: it runs in a thread of the link."""
@@ -418,11 +483,49 @@ class DistributedNetwork:
         self.links[peer].send_when_packed(frame)
 
 
-class _RemotePort:
-    """The port of an actor that runs in other processes."""
+class _Packer:
+    """A thread that sends parts in order, each when it is computed."""
 
-    def __init__(self, network: DistributedNetwork, links: Sequence[Link]) -> None:
-        self._network, self._links = network, links
+    def __init__(self, name: str) -> None:
+        self._left = 0
+        self._lock = threading.Lock()
+        self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._name = name
+        self._thread: threading.Thread | None = None
+
+    def do(self, send: Callable[[], None], ready: bool) -> None:
+        """Send at once if nothing waits for a device, and no part before does. One thread at a time calls this."""
+        with self._lock:
+            at_once = ready and not self._left
+            self._left += not at_once
+            if not at_once and self._thread is None:
+                self._thread = threading.Thread(target=self._send, name=self._name, daemon=True)
+                self._thread.start()
+        if at_once:
+            send()
+        else:
+            self._queue.put(send)
+
+    def _send(self) -> None:
+        while (send := self._queue.get()) is not None:
+            send()
+            del send
+            with self._lock:
+                self._left -= 1
+
+    def close(self) -> None:
+        self._queue.put(None)
+
+
+class _RemotePort:
+    """The port of an actor that runs in other processes, or of a channel whose ends run here and there.
+
+    Args:
+      takers, givers: the processes that messages go to, and credits.
+    """
+
+    def __init__(self, network: DistributedNetwork, takers: Sequence[int], givers: Sequence[int]) -> None:
+        self._network, self._takers, self._givers = network, takers, givers
 
     def message(self, run: int, message: Message, value: Any) -> None:
         net, (channel, key) = self._network, message
@@ -438,30 +541,36 @@ class _RemotePort:
                 return net.stop_frame(run, error)  # the others know already; the link wants a frame
             return Frame(FrameKind.MESSAGE, net.number, run, channel, key, about, buffers)
 
+        source = net.net.channels[channel].source
+        if net.me in self._takers or len(net.places[source]) > 1:
+            ready = value is None or net.codec.is_ready(value)
+            net.packer(source).do(lambda: self._send(frame), ready)
+            return
         name = net.number, run, message  # those of later rounds do not overtake it
-        for link in self._links:
+        for link in (net.links[p] for p in self._takers):
             if link.is_packing(name) or not (value is None or net.codec.is_ready(value)):
                 link.send_when_packed(lambda peer=link.peer: frame(peer), name)
             else:
                 link.send(frame(link.peer))
 
+    def _send(self, frame: Callable[[int], Frame]) -> None:
+        net = self._network
+        for p in self._takers:  # the part for this process last: others wait for theirs
+            if p != net.me:
+                net.links[p].send(frame(p))
+        if net.me in self._takers:
+            net.receive(net.me, frame(net.me))
+
     def credit(self, run: int, channel: int) -> None:
-        for link in self._links:
-            link.send(Frame(FrameKind.CREDIT, self._network.number, run, channel))
+        frame = Frame(FrameKind.CREDIT, self._network.number, run, channel)
+        for p in self._givers:
+            if p == self._network.me:
+                self._network.receive(p, frame)
+            else:
+                self._network.links[p].send(frame)
 
     def end(self, run: int, rounds: int) -> None:
         self._network.end(run, rounds)
 
     def stop(self, run: int, why: Exception) -> None:
         self._network.stop(run, why)
-
-
-def _check_overlaps(net: Network, places: Sequence[Sequence[int]]) -> None:
-    wrong = [
-        f'channel "{c.name}" goes from actor {c.source} in {list(places[c.source])} to actor {c.target} in '
-        f"{list(places[c.target])}."
-        for c in net.channels
-        if set(places[c.source]) & set(places[c.target]) and set(places[c.source]) != set(places[c.target])
-    ]
-    if wrong:
-        raise PipelineError(all_offenders("Two actors of a channel share all of their processes or none:", wrong))

@@ -23,7 +23,7 @@ from typing import Any, Final, TypeAlias
 from shardc.errors import PeerLostError, PipelineError, PipelineTaskError, all_offenders
 from shardc.runtime.actor import Channel, Message, Network, Span
 from shardc.runtime.deadlock import find_deadlock
-from shardc.runtime.mailbox import ALL_RUNS, Mailbox, Port, stop_all
+from shardc.runtime.mailbox import ALL_RUNS, Mailbox, Port, Ports, stop_all
 from shardc.runtime.stalls import StallWatch
 from shardc.runtime.window import LaunchLimit, LaunchWindow
 from shardc.runtime.worker import RoundsEnded, RunOrder, Task, ThreadShare, Transport, Worker
@@ -46,12 +46,16 @@ class ProcessShare:
       ports: the port of each actor that runs in another process. Its replies go to `Executor.mailboxes`.
       patience: seconds that a run may wait for other processes without running a step.
       look: called about once a second while a run waits. An error that it raises ends the run in all processes.
+      channels: the port of each channel whose ends run both here and in other processes; as in `Ports`.
+      others: to stop and end runs in other processes.
     """
 
     mine: Collection[int]
     ports: Mapping[int, Port] = field(default_factory=dict[int, Port])
     patience: float = math.inf
     look: Callable[[], object] | None = None
+    channels: Mapping[int, Port] = field(default_factory=dict[int, Port])
+    others: Port | None = None
 
 
 @dataclass(frozen=True)
@@ -110,7 +114,7 @@ class Executor:
         shares = [_share_of(actors, found, limit) for actors in _split(here, threads.count)]
         self.mailboxes: dict[int, Mailbox] = {a: s.mailbox for s in shares for a in s.tasks}
         """The mailbox of each actor, to which other processes post messages and credits."""
-        self._ports: dict[int, Port] = {**share.ports, **self.mailboxes}
+        self._ports = Ports({**share.ports, **self.mailboxes}, share.channels, share.others)
         self._reports: SimpleQueue[None] = SimpleQueue()
         moves = [None if transports is None else transports(c) for c in net.channels]
         self._workers = [Worker(net, s, self._ports, moves, self._reports) for s in shares]
@@ -196,7 +200,7 @@ class Executor:
             self.runs = max(self.runs, run)
             interrupted = not isinstance(error, Exception)
             text = f"the run was interrupted: {error!r}." if interrupted else f"{type(error).__name__}: {error}"
-            stop_all(self._ports.values(), run, PipelineError(text))
+            stop_all(self._ports.all, run, PipelineError(text))
         finally:
             self._running.release()
 
@@ -219,7 +223,7 @@ class Executor:
     def _why_stopped(self) -> Exception:
         if not self._finalizer.alive:
             closed = PipelineError("Executor.run: the executor was closed while it ran.")
-            stop_all(self._ports.values(), self.runs, closed)
+            stop_all(self._ports.all, self.runs, closed)
             return closed
         reasons = (w.mailbox.why_stopped(self.runs) for w in self._workers if w.stopped)
         why = next((r for r in reasons if r is not None), "one of its threads has ended.")
@@ -248,7 +252,7 @@ class Executor:
                             w.abandoned = w.done < run
                         raise
                     interrupt = error
-                    stop_all(self._ports.values(), run, PipelineError(f"the run was interrupted: {error!r}."))
+                    stop_all(self._ports.all, run, PipelineError(f"the run was interrupted: {error!r}."))
         finally:
             del interrupt  # this frame and the exception would hold each other
 
@@ -272,7 +276,7 @@ class Executor:
                 fired, since = now, monotonic()
             elif monotonic() - since > self._patience:
                 text = f"nothing came from the other processes for {self._patience:g} s, though they are alive."
-                stop_all(self._ports.values(), run, PipelineError(text))
+                stop_all(self._ports.all, run, PipelineError(text))
                 since = monotonic()
 
     def _say_who_is_awaited(self, run: int, interrupted: bool) -> None:

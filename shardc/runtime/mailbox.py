@@ -7,8 +7,9 @@ post carries the number of the run, which tells leftovers of a failed run apart.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any, Final, Protocol, TypeAlias
 
@@ -42,6 +43,38 @@ class Port(Protocol):
     def stop(self, run: int, why: Exception) -> None:
         """Post that an actor failed: this one abandons `run`, or ALL_RUNS. It may still be at an earlier run."""
         ...
+
+
+@dataclass(frozen=True)
+class Ports:
+    """The ports that the actors of a process post to.
+
+    Attributes:
+      actors: of each actor, where its messages go, and credits for it.
+      channels: instead of these, of channels whose ends run both here and in other processes.
+      others: to stop and end runs in other processes; None: there are none.
+    """
+
+    actors: Mapping[int, Port]
+    channels: Mapping[int, Port] = field(default_factory=dict[int, Port])
+    others: Port | None = None
+
+    def at(self, actor: int, channel: int) -> Port:
+        """The port for what is posted to an actor because of a channel."""
+        return self.channels.get(channel) or self.actors[actor]
+
+    @property
+    def all(self) -> list[Port]:
+        """The ports at which a stop reaches every actor."""
+        return [*self.actors.values(), *([] if self.others is None else [self.others])]
+
+
+class RunStopped(Exception):
+    """Raised by a task, before it launches anything, if its run was stopped meanwhile."""
+
+    def __init__(self, why: Exception) -> None:
+        super().__init__(str(why))
+        self.why = why
 
 
 class MailboxReader(Protocol):

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 from shardc.errors import PipelineError, PipelineTaskError
 from shardc.runtime.actor import Actor, Message, Network, Span, Step
-from shardc.runtime.mailbox import ALL_RUNS, Mailbox, Port, stop_all
+from shardc.runtime.mailbox import ALL_RUNS, Mailbox, Port, Ports, RunStopped, stop_all
 from shardc.runtime.window import Launched, LaunchWindow
 
 Transport: TypeAlias = Callable[[Any], Any]
@@ -145,7 +145,7 @@ class Worker:
         self,
         net: Network,
         share: ThreadShare,
-        ports: Mapping[int, Port],
+        ports: Ports,
         moves: Sequence[Transport | None],
         reports: SimpleQueue[None],
     ) -> None:
@@ -187,12 +187,13 @@ class Worker:
         moves = [(i, self._moves[c]) for i, (c, _) in enumerate(step.gives)]
         return _StepRoute(
             task, step.label, step.round, [(i, move) for i, move in moves if move is not None],
-            [(self._at(channels[m[0]].target), m) for m in step.gives],
-            [(self._at(channels[c].source), c) for c, _ in step.takes if channels[c].registers is not None],
+            [(self._at(channels[m[0]].target, m[0]), m) for m in step.gives],
+            [(self._at(channels[c].source, c), c) for c, _ in step.takes if channels[c].registers is not None],
         )  # fmt: skip
 
-    def _at(self, actor: int) -> _ActorState | Port:
-        return self._here.get(actor) or self._ports[actor]
+    def _at(self, actor: int, channel: int) -> _ActorState | Port:
+        here = None if channel in self._ports.channels else self._here.get(actor)
+        return here or self._ports.at(actor, channel)
 
     def deliver(self, message: Message, value: Any) -> None:
         """Pass a message from the mailbox to its actor."""
@@ -240,7 +241,7 @@ class Worker:
         run, record = order.run, order.record
         self._begin(order)
         left = self._states
-        while not self.failures:
+        while not (self.failures or self.stopped):
             while not self.mailbox.empty:
                 self.mailbox.feed(run, self)
             left = [p for p in left if p.unfinished]
@@ -254,7 +255,7 @@ class Worker:
             for state in left:
                 if state.changed:
                     ran |= self._advance(state, run, record, wait=False)
-            if not ran and not self.failures:
+            if not (ran or self.failures or self.stopped):
                 self._wait(left, run, record)
         self._finish()
 
@@ -285,7 +286,7 @@ class Worker:
         if full:
             self._advance(min(full, key=_since), run, record, wait=True)
         elif (gone := self._gone(states)) is not None and self.mailbox.empty:  # in this order: the end comes last
-            stop_all(self._ports.values(), ALL_RUNS, gone)
+            stop_all(self._ports.all, ALL_RUNS, gone)
         else:
             self.idle = True
             self.mailbox.feed(run, self)
@@ -356,8 +357,8 @@ class Worker:
                 return False
             begin = perf_counter()
             end = self._launch(state, route, run, at)
-        except RoundsEnded as ended:
-            self._end_all(run, max(0, min(ended.rounds, at)))
+        except (RoundsEnded, RunStopped) as over:
+            self._leave_off(run, at, over)
             return False
         except BaseException as error:  # noqa: BLE001 - SystemExit too: the thread must survive
             self._fail(run, self._task_error(error, state, failing or (route.label, task.source, at)))
@@ -368,17 +369,23 @@ class Worker:
             self.spans.append(Span(state.number, route.label, begin, end, at))
         return True
 
-    def _end_all(self, run: int, rounds: int) -> None:
-        """End a run after fewer rounds, in all actors. Those of this thread first: the task is not to be run again."""
+    def _leave_off(self, run: int, at: int, over: RoundsEnded | RunStopped) -> None:
+        """End a run after fewer rounds, in all actors; or stop it here. Those of this thread first: the task is not to
+        be run again."""
+        if isinstance(over, RunStopped):
+            self.mailbox.stop(run, over.why)
+            self.stopped = True
+            return
+        rounds = max(0, min(over.rounds, at))
         self.end(rounds)
-        for port in self._ports.values():
+        for port in self._ports.all:
             port.end(run, rounds)
 
     def _fail(self, run: int, failure: PipelineTaskError) -> None:
         """Record a failure and stop all actors. Other actors get only its text: the exception would keep the frames of
         the task, and their arrays, alive."""
         self.failures.append((perf_counter(), failure))
-        stop_all(self._ports.values(), run, PipelineError(str(failure)))
+        stop_all(self._ports.all, run, PipelineError(str(failure)))
 
     def _drain(self, state: _ActorState) -> None:
         """Wait for the launched steps of a failed run. One of them may be the first cause."""

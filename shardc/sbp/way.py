@@ -61,6 +61,7 @@ class WayPlan:
       before, after: the boxings on either mesh.
       link: the border; None: giver and taker are one mesh, and nothing crosses.
       together: for each device of the taker, whom it shares what arrives with: equal values share; None: nobody.
+      beside: for each device of the giver the same: where it stands beside a taker, what it has need not cross.
     """
 
     shape: Shape
@@ -75,6 +76,7 @@ class WayPlan:
     after: Boxing
     link: DeviceLink | None
     together: tuple[Hashable, ...] | None
+    beside: tuple[Hashable, ...] | None = None
 
     @cached_property
     def parcels(self) -> tuple[Parcel, ...]:
@@ -92,11 +94,12 @@ class WayPlan:
                 needed.setdefault((group, box), []).append(device)
         load = dict.fromkeys((d for devices in held.values() for d in devices), 0)
         found: list[Parcel] = []
-        for (_, wanted), targets in needed.items():
+        for (group, wanted), targets in needed.items():
             for box, devices in held.items():
                 if _is_empty(common := _common(box, wanted)):
                     continue
-                source = min(devices, key=lambda d: (load[d], d not in targets, d))
+                near = [d for d in devices if self.beside is not None and self.beside[d] == group]
+                source = min(near or devices, key=lambda d: (load[d], d not in targets, d))
                 load[source] += _elements(common)
                 found.append(Parcel(source, tuple(targets), common))
         return tuple(found)
@@ -107,10 +110,15 @@ class WayPlan:
         if self.link is None:
             return 0
         if self.together is not None:
-            return sum(p.elements for p in self.parcels) * self.itemsize
+            return sum(p.elements for p in self.parcels if not self._stays_near(p)) * self.itemsize
         sizes = sizes_of(self.taker)
         copies = math.prod(n for a, n in sizes.items() if not isinstance(self.arrives[a], S))
         return math.prod(self.shape) * self.itemsize * copies
+
+    def _stays_near(self, parcel: Parcel) -> bool:
+        if self.beside is None or self.together is None:
+            return False
+        return self.beside[parcel.source] == self.together[parcel.targets[0]]
 
     @property
     def device_bytes(self) -> int:
@@ -215,7 +223,7 @@ def _ends(shape: Shape, placement: Placement, mesh: MeshView | None) -> Iterator
 @lru_cache(maxsize=65536)
 def plan_way(  # noqa: PLR0913  # two ends and what lies between
     shape: Shape, itemsize: int, given: Placement, giver: MeshView | None, taken: Placement, taker: MeshView | None,
-    link: DeviceLink | None, together: tuple[Hashable, ...] | None = None,
+    link: DeviceLink | None, together: tuple[Hashable, ...] | None = None, beside: tuple[Hashable, ...] | None = None,
 ) -> WayPlan:  # fmt: skip
     """The fastest way of a value between two meshes.
 
@@ -226,6 +234,7 @@ def plan_way(  # noqa: PLR0913  # two ends and what lies between
       link: the border: bytes/s of one device, and seconds until the first byte arrives. None: both are one mesh.
       together: for each device of the taker, whom it shares what arrives with: a value for each, such as its process.
         None: each device gets its own copy.
+      beside: for each device of the giver the same, such as its process.
     """
     given, taken = (p.without(m.idle) if m is not None and m.idle else p for p, m in ((given, giver), (taken, taker)))
     if link is None:
@@ -239,7 +248,9 @@ def plan_way(  # noqa: PLR0913  # two ends and what lies between
         before = Boxing((), ()) if giver is None else find_boxing(shape, itemsize, given, leaves, giver)
         for arrives in dict.fromkeys(_ends(shape, taken, taker)):
             after = Boxing((), ()) if taker is None else find_boxing(shape, itemsize, arrives, taken, taker)
-            plan = WayPlan(shape, itemsize, given, leaves, arrives, taken, giver, taker, before, after, link, together)
+            plan = WayPlan(
+                shape, itemsize, given, leaves, arrives, taken, giver, taker, before, after, link, together, beside
+            )
             key = plan.seconds, plan.border_bytes, len(before.steps) + len(after.steps)
             if best is None or key < best[0]:
                 best = key, plan

@@ -6,14 +6,17 @@ import random
 from collections import Counter
 
 import jax
+import numpy as np
 import pytest
 
+import shardc
+from shardc.dataflow import network as networks
 from shardc.dataflow.network import FlowNetwork
 from shardc.dataflow.round import Round
 from shardc.runtime.actor import Actor
 from shardc.runtime.deadlock import find_deadlock
 from tests.dataflow.interpreter import assert_same
-from tests.dataflow.random_flows import AVAL, LENGTH, StubWork, draw, flow_of, round_of
+from tests.dataflow.random_flows import AVAL, LENGTH, StubWork, draw, flow_of, mesh, round_of
 from tests.runtime.watchdog import within
 
 PERIODS = 18
@@ -128,3 +131,58 @@ def test_a_random_flow_gives_what_its_function_gives(seed, compiled_fast):
             flow.close()
 
     within(60, run)
+
+
+@pytest.fixture
+def two_processes(monkeypatch):
+    """The devices are those of two processes, four each."""
+    monkeypatch.setattr(networks, "processes_of", lambda devices: sorted({d.id // 4 for d in devices}))
+
+
+def test_a_mesh_of_several_processes_is_one_actor_of_all_of_them(two_processes):
+    def body(call, state, item):
+        a, _ = call("host", None, item, item)
+        b, _ = call("learn", (2, 4), a, state, donate=(1,))
+        c, _ = call("look", None, b, a)
+        d, _ = call("sample", (6, 2), b, c)
+        return b, d
+
+    built = built_of(body)
+    named = {n.name: built.processes_of(n) for n in built.round.nodes}
+    assert named == {"inputs": (0,), "host": (0,), "learn": (0, 1), "look": (1,), "sample": (1,)}
+    crossing = {(e.giver.name, e.taker.name) for e in built.edges if e.moves and built.crosses(e)}
+    assert crossing == {("host", "learn"), ("learn", "look"), ("host", "look"), ("learn", "sample")}
+    copied = {(e.giver.name, e.taker.name) for e in built.edges if any(m.copied for m in e.moves)}
+    assert copied == {("learn", "look"), ("learn", "sample")}  # the next round donates it
+
+
+def test_meshes_that_share_devices_are_in_the_same_processes(two_processes):
+    def body(call, state, item):
+        a, _ = call("learn", (2, 4), state, item)
+        b, _ = call("check", (2, 2), a, item)
+        return a, b
+
+    with pytest.raises(shardc.FlowError) as error:
+        built_of(body)
+    assert str(error.value) == (
+        "train (train.py:7): functions that share devices run in the same processes; give them one mesh, or devices "
+        "that no other one has:\n  learn: processes 0, 1.\n  check: process 0."
+    )
+
+
+def test_a_mesh_of_two_runtimes(two_processes, monkeypatch):
+    monkeypatch.setattr(networks, "runtimes_of", networks.processes_of)
+    with pytest.raises(shardc.MeshError, match=r"^train \(train.py:7\): the mesh of learn has devices of processes"):
+        built_of(lambda call, state, item: (call("learn", (2, 4), state, item)[0], None))
+
+
+def test_a_shared_state_lies_in_one_process(two_processes):
+    held = shardc.shared(np.ones(4, np.float32), on=mesh(2, 4))
+
+    @shardc.flow
+    def train(state, item):
+        return state, held.change(lambda s, x: s + x, item)
+
+    says = r"a shared state of a flow lies in one process, and <lambda> is in processes 0, 1; give it devices of one"
+    with pytest.raises(shardc.FlowError, match=says):
+        train.plan(np.ones(4, np.float32), np.ones(4, np.float32))

@@ -1,6 +1,13 @@
-"""Flows over processes: a run of `tests.processes.flows`, which compares with a plain loop."""
+"""Flows over processes: runs of `tests.processes.flows` and `wide_flows`, which compare with a plain loop."""
+
+import pytest
 
 from tests.processes.test_pipelines import run
+
+CASES = [
+    "a_learner_of_two_processes", "a_run_goes_on", "two_meshes_of_several_processes", "a_failure_is_one_error_in_all",
+    "checkpoints", "random_keys_and_uneven_arrays",
+]  # fmt: skip
 
 
 def test_flows_in_three_processes():
@@ -10,3 +17,18 @@ def test_flows_in_three_processes():
         "arrays_that_calls_close_over_are_compared",
     ]  # fmt: skip
     run(names, processes=3, module="tests.processes.flows")
+
+
+def test_a_mesh_of_two_processes_of_one_runtime():
+    run([*CASES, "what_stays_in_each_process", "random-0-8"], islands=1, devices=4, module="tests.processes.wide_flows")
+
+
+@pytest.mark.sampled(1)
+def test_a_mesh_of_an_island_and_others_elsewhere():
+    run(CASES, processes=4, islands=2, module="tests.processes.wide_flows")
+
+
+@pytest.mark.sampled(0)
+@pytest.mark.parametrize("first", range(8, 208, 50))
+def test_random_flows_in_two_processes(first):
+    run([f"random-{first}-{first + 50}"], islands=1, devices=4, module="tests.processes.wide_flows")

@@ -81,8 +81,9 @@ class Side:
 
     def __init__(self, net, number, places, links, tasks, **options):
         codec, patience = options.get("codec", Codec()), options.get("patience", 30.0)
-        self.spread = DistributedNetwork(net, number, places, links, codec)
-        self.executor = Executor(net, tasks, share=ProcessShare(self.spread.mine, self.spread.ports, patience))
+        self.spread = spread = DistributedNetwork(net, number, places, links, codec, options.get("crossing", ()))
+        share = ProcessShare(spread.mine, spread.ports, patience, None, spread.channels, spread.others)
+        self.executor = Executor(net, tasks, share=share)
         self.error = None
 
     def open(self, seconds=5.0):

@@ -116,10 +116,17 @@ def rows_of(part):
 
 @pytest.mark.parametrize(
     "places",
-    [[[0, 1], [2]], [[0], [1, 2]], [[0, 1], [2, 3]], [[0, 1, 2], [3, 4]]],
-    ids=["two give", "two take", "two to two", "three to two"],
-)
-def test_an_island_gives_and_takes_together(places):
+    [
+        [[0, 1], [2]], [[0], [1, 2]], [[0, 1], [2, 3]], [[0, 1, 2], [3, 4]],
+        [[0, 1], [0]], [[0], [0, 1]], [[0, 1], [0, 1]], [[0, 1], [1, 2]],
+    ],
+    ids=[
+        "two give", "two take", "two to two", "three to two",
+        "two to one of them", "one of two to both", "two to themselves", "two to two with one in both",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("ready", [True, False])
+def test_an_island_gives_and_takes_together(places, ready):
     """Each giver sends its part; each taker gets all, in the order of processes; a register waits for all takers."""
     net, seen, running = one_way(12, registers=1), {}, {}
     lock = threading.Lock()
@@ -143,7 +150,7 @@ def test_an_island_gives_and_takes_together(places):
 
         return task
 
-    with sides_of(net, places, tasks) as sides:
+    with sides_of(net, places, tasks, crossing=[0], codec=Codec(ready)) as sides:
         for _ in range(3):
             running.clear()
             together(*(s.run for s in sides))
@@ -182,13 +189,36 @@ def test_a_failure_in_an_island_reaches_the_processes_of_the_same_actor():
         assert [s.error for s in sides] == [None] * 3
 
 
-def test_actors_that_share_some_of_their_processes():
-    with links_of(3) as links, pytest.raises(PipelineError) as error:
-        Side(one_way(2), 1, [[0, 1], [1, 2]], links[1], tasks_of(one_way(2), lambda *_: None)(1))
-    assert str(error.value) == (
-        "Two actors of a channel share all of their processes or none:\n"
-        '  channel "c" goes from actor 0 in [0, 1] to actor 1 in [1, 2].'
-    )
+@pytest.mark.parametrize("failing", [0, 2])
+def test_a_step_is_taken_in_all_processes_of_its_actor_or_in_none(failing):
+    """What one of them launches, the other one launches too, whenever the run stops."""
+    net, taken = one_way(20, registers=3), []
+    sides = []
+
+    def tasks(process):
+        def task(label):
+            def go(values):
+                if label.startswith("give"):
+                    if failing == process and len(taken) > 9:
+                        raise ValueError("broken")
+                    return [np.ones(2)]
+                sides[process].spread.together(sides[process].executor.runs, 1)
+                taken.append((process, label))
+                time.sleep(0.001 * process)
+                return []
+
+            return Task(go)
+
+        return task
+
+    with sides_of(net, [[failing], [0, 1]], tasks) as found:
+        sides += found
+        for _ in range(3):
+            taken.clear()
+            together(*(s.run for s in sides))
+            assert all(s.error is not None for s in sides)
+            assert {label for p, label in taken if p == 0} == {label for p, label in taken if p == 1}
+            assert len(taken) > 9
 
 
 def test_one_process_alone():

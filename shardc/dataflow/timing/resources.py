@@ -16,11 +16,11 @@ from shardc.runtime.actor import Resource
 
 
 class PlacedNode(NamedTuple):
-    """A node with its actor, and the process that runs it."""
+    """A node with its actor, and the processes that run it."""
 
     node: FlowNode
     actor: int
-    process: int
+    processes: tuple[int, ...]
 
 
 class Used(NamedTuple):
@@ -60,12 +60,12 @@ def resources_of(nodes: Sequence[PlacedNode], messages: Sequence[Ends]) -> Used:
     for text, end in (("link out of {}", 0), ("link into {}", 1)):
         for devices, who in _alike({i: ends[end] for i, ends in enumerate(messages)}):
             found.add(Resource(text.format(_device_text(devices))), who)
-    processes = {p.process for p in nodes}
+    processes = {process for p in nodes for process in p.processes}
     for process in sorted(processes) if has_lock() else ():
         of = f" of process {process}" if len(processes) > 1 else ""
         found.add(
             Resource(f"Python's interpreter{of}"),
-            [p.node for p in nodes if p.process == process and p.node.work.where == "thread"],
+            [p.node for p in nodes if process in p.processes and p.node.work.where == "thread"],
         )
     if len(processes) == 1 and all(isinstance(m, Mesh) for p in nodes for m in p.node.work.meshes):
         count = cores()
