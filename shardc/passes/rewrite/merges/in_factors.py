@@ -382,6 +382,25 @@ def _concatenate(eqn: Eqn, given: Given) -> InFactors | None:
     return InFactors(operands, (result,), {**eqn.params, "dimension": len(shape_of(before))})
 
 
+def _stack(eqn: Eqn, given: Given) -> InFactors | None:
+    factors, axis = common_of([f for f in given if f is not None]), eqn.params["axis"]
+    if factors is None:
+        return None
+    before, after = factors[:axis], factors[axis:]
+    operands = tuple((a, factors) for a in eqn.invars)
+    result = (*before, (len(operands),), *after)
+    return InFactors(operands, (result,), {**eqn.params, "axis": len(shape_of(before))})
+
+
+def _unstack(eqn: Eqn, given: Given) -> InFactors | None:
+    (factors,), axis = _filled(eqn, given), eqn.params["axis"]
+    if len(factors[axis]) > 1:
+        return None
+    before, after = factors[:axis], factors[axis + 1 :]
+    results = ((*before, *after),) * len(eqn.outvars)
+    return InFactors(((eqn.invars[0], factors),), results, {**eqn.params, "axis": len(shape_of(before))})
+
+
 _WAYS: Final[dict[str, Way]] = {
     "broadcast_in_dim": _broadcast,
     "transpose": _transpose,
@@ -403,4 +422,6 @@ _WAYS: Final[dict[str, Way]] = {
     "dynamic_update_slice": _dynamic_update_slice,
     "pad": _pad,
     "concatenate": _concatenate,
+    "stack": _stack,
+    "unstack": _unstack,
 }
