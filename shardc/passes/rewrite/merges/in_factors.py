@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -72,7 +71,9 @@ def pointwise(eqn: Eqn, given: Given) -> InFactors | None:
 def _stretched(atom: Atom, factors: Factors) -> Factors:
     """The factors of an operand of a result in `factors`."""
     sizes = atom.aval.shape
-    return tuple(g if n == math.prod(g) else (1,) * len(g) for n, g in zip(sizes, factors, strict=True)) if sizes else ()
+    return (
+        tuple(g if n == math.prod(g) else (1,) * len(g) for n, g in zip(sizes, factors, strict=True)) if sizes else ()
+    )
 
 
 def _filled(eqn: Eqn, given: Given) -> list[Factors]:
@@ -205,7 +206,7 @@ def _top_k(eqn: Eqn, given: Given) -> InFactors | None:
 def _dot_general(eqn: Eqn, given: Given) -> InFactors | None:
     """Free dimensions of either side, batch dimensions alike, contracted ones if both sides are in factors."""
     sides = [list(f) for f in _filled(eqn, given)]
-    (contracted, batch), spans = eqn.params["dimension_numbers"], list[list[range]]()
+    contracted, batch = eqn.params["dimension_numbers"]
     if eqn.params.get("out_sharding") is not None:
         return None
     for (left, right), alike in ((contracted, None in given), (batch, False)):
@@ -227,17 +228,12 @@ def _gather(eqn: Eqn, given: Given) -> InFactors | None:
     """Dimensions of the indices, those of the operand that go with them, and those that every slice takes whole."""
     numbers, sizes, (x, at) = eqn.params["dimension_numbers"], eqn.params["slice_sizes"], eqn.invars
     operand, indices = map(list, _filled(eqn, given))
-    if len(indices[-1]) > 1:
-        return None
     paired = list(zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True))
-    for d, j in paired:
-        if (group := common(operand[d], indices[j])) is None:
-            return None
-        operand[d] = indices[j] = group
-    for d, group in enumerate(operand):
-        whole = sizes[d] == x.aval.shape[d] and d not in numbers.start_index_map
-        if len(group) > 1 and d not in numbers.operand_batching_dims and not whole:
-            return None
+    whole = [d for d in range(len(sizes)) if sizes[d] == x.aval.shape[d] and d not in numbers.start_index_map]
+    links = [(operand, d, indices, j) for d, j in paired]
+    links += [(operand, d, operand, d) for d in whole] + [(indices, j, indices, j) for j in range(len(indices) - 1)]
+    if not _linked(links, operand, indices):
+        return None
     spans, of_indices = spans_of(tuple(operand)), spans_of(tuple(indices))
     dropped = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
     taken = tuple(
@@ -266,23 +262,18 @@ def _scatter(eqn: Eqn, given: Given) -> InFactors | None:
     """As in a gather: dimensions of the indices, those that go with them, and those that every update takes whole."""
     numbers, (x, at, updates) = eqn.params["dimension_numbers"], eqn.invars
     operand, indices, update = map(list, _filled(eqn, given))
-    if len(indices[-1]) > 1:
-        return None
     paired = list(zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True))
-    windows = [d for d in range(len(operand)) if d not in (*numbers.inserted_window_dims, *numbers.operand_batching_dims)]
-    rows = [d for d in range(len(update)) if d not in numbers.update_window_dims]
-    shared = [(operand, d, update, w) for d, w in zip(windows, numbers.update_window_dims, strict=True)
-              if x.aval.shape[d] == updates.aval.shape[w] and d not in numbers.scatter_dims_to_operand_dims]  # fmt: skip
-    single = [d for d in range(len(operand)) if d not in [s[1] for s in shared] and d not in [d for d, _ in paired]]
-    narrow = [w for w in numbers.update_window_dims if w not in [s[3] for s in shared]]
-    shared += [(indices, j, update, rows[j]) for j in range(len(rows))]
-    shared += [(operand, d, indices, j) for d, j in paired]
-    for _ in range(2):  # the second time what was found through the indices reaches the others
-        for a, i, b, j in shared:
-            if (group := common(a[i], b[j])) is None:
-                return None
-            a[i] = b[j] = group
-    if any(len(operand[d]) > 1 for d in single) or any(len(update[w]) > 1 for w in narrow):
+    gone = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
+    windows = zip((d for d in range(len(operand)) if d not in gone), numbers.update_window_dims, strict=True)
+    rows = (d for d in range(len(update)) if d not in numbers.update_window_dims)
+    links = [(indices, j, update, w) for j, w in enumerate(rows)]
+    links += [(operand, d, indices, j) for d, j in paired]
+    links += [
+        (operand, d, update, w)
+        for d, w in windows
+        if x.aval.shape[d] == updates.aval.shape[w] and d not in numbers.scatter_dims_to_operand_dims
+    ]
+    if not _linked(links, operand, indices, update):
         return None
     spans, of_indices = spans_of(tuple(operand)), spans_of(tuple(indices))
     numbers = numbers._replace(
@@ -294,6 +285,22 @@ def _scatter(eqn: Eqn, given: Given) -> InFactors | None:
     )
     operands = ((x, tuple(operand)), (at, tuple(indices)), (updates, tuple(update)))
     return InFactors(operands, (tuple(operand),), {**eqn.params, "dimension_numbers": numbers})
+
+
+_Side: TypeAlias = list[tuple[int, ...]]
+"""The factors of an operand, while those of its dimensions are sought."""
+
+
+def _linked(links: Sequence[tuple[_Side, int, _Side, int]], *sides: _Side) -> bool:
+    """Gives linked dimensions common factors; False if there are none, or if a dimension has factors that is linked to
+    no other."""
+    for _ in sides:  # what two sides have in common reaches the third
+        for a, i, b, j in links:
+            if (group := common(a[i], b[j])) is None:
+                return False
+            a[i] = b[j] = group
+    ends = {(id(side), d) for a, i, b, j in links for side, d in ((a, i), (b, j))}
+    return all(len(group) == 1 or (id(side), d) in ends for side in sides for d, group in enumerate(side))
 
 
 def _spread_whole(values: Sequence[Any], factors: Factors, whole: Sequence[Any]) -> tuple[Any, ...] | None:
@@ -317,9 +324,7 @@ def _slice(eqn: Eqn, given: Given) -> InFactors | None:
     strides = p["strides"] and _spread_whole(p["strides"], factors, (1,) * rank)
     if starts is None or limits is None or (p["strides"] and strides is None):
         return None
-    result = tuple(
-        f if len(f) > 1 else (n,) for f, n in zip(factors, eqn.outvars[0].aval.shape, strict=True)
-    )
+    result = tuple(f if len(f) > 1 else (n,) for f, n in zip(factors, eqn.outvars[0].aval.shape, strict=True))
     params = {**p, "start_indices": starts, "limit_indices": limits, "strides": strides or None}
     return InFactors(((x, factors),), (result,), params)
 

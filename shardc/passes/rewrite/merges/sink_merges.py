@@ -146,9 +146,7 @@ class _Scope:
       merged: the values in factors that were merged.
     """
 
-    def __init__(
-        self, walk: _Walk, jaxpr: Jaxpr, given: Sequence[_Held | None] = (), times: int = 1
-    ) -> None:
+    def __init__(self, walk: _Walk, jaxpr: Jaxpr, given: Sequence[_Held | None] = (), times: int = 1) -> None:
         self.walk, self.jaxpr, self.times = walk, jaxpr, times
         self.eqns: list[Eqn] = []
         self.made: dict[Var, Eqn] = {}
@@ -215,7 +213,7 @@ class _Scope:
         if made is not None and _only_splits(made):
             return self.reshape(self.plain(made.invars[0]), shape_of(factors), made)
         if not merges_nothing(factors):
-                self.walk.paid.append((root, self.times * bytes_of(atom)))
+            self.walk.paid.append((root, self.times * bytes_of(atom)))
         return self.reshape(self.plain(atom), shape_of(factors), made)
 
     def spread(self, atom: Atom, factors: Factors) -> InFactors | None:
@@ -233,7 +231,9 @@ class _Scope:
             not a.aval.shape or (a.aval.shape == atom.aval.shape and self.spread(a, factors) is not None)
             for a in made.invars
         ):  # fmt: skip
-            return pointwise(made, [factors if a.aval.shape == made.outvars[0].aval.shape else None for a in made.invars])
+            return pointwise(
+                made, [factors if a.aval.shape == made.outvars[0].aval.shape else None for a in made.invars]
+            )
         return None
 
     def reshape(self, atom: Atom, shape: Sequence[int], like: Eqn | None) -> Atom:
@@ -330,9 +330,7 @@ class _Scope:
             found, results = inlined_eqns(jax.make_jaxpr(way.computed)(*avals), invars, eqn, (EVERY,))
             self.eqns += found
             return results
-        outvars = [
-            compat.fresh_var(_aval(v, shape_of(f))) for v, f in zip(eqn.outvars, way.results, strict=True)
-        ]
+        outvars = [compat.fresh_var(_aval(v, shape_of(f))) for v, f in zip(eqn.outvars, way.results, strict=True)]
         self.eqns.append(eqn.replace(invars=invars, outvars=outvars, params=way.params))
         return [*outvars]
 
@@ -440,9 +438,7 @@ class _Nested:
         made = list[Jaxpr]()
         for body, scope in zip(self.bodies, self.scopes, strict=True):
             wanted = self.results if body.results else [None] * len(body.jaxpr.outvars)
-            made.append(
-                scope.finished([h and h.factors for h in wanted], [h and h.root for h in wanted])
-            )
+            made.append(scope.finished([h and h.factors for h in wanted], [h and h.root for h in wanted]))
         invars = [
             outer.plain(a) if h is None else outer.in_factors(a, h.factors, h.root)
             for a, h in zip(self.eqn.invars, self.operands, strict=True)

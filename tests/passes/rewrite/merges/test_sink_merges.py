@@ -14,19 +14,20 @@ from jax import lax
 from jax.extend import core as jex
 
 import shardc
-import shardc.sbp.rules  # noqa: F401
 from shardc import S, compat
 from shardc.ir.walk import all_eqns
 from shardc.passes.rewrite.merges.factors import is_plain, reshaped
 from shardc.passes.rewrite.merges.sink_merges import sunk
 from shardc.passes.trace.canonicalize import canonicalize
+from shardc.sbp import rules
 
+assert rules
 pytestmark = pytest.mark.usefixtures("compiled_fast")
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(4, 6, 8)).astype("float32")
 W = RNG.normal(size=(8, 8)).astype("float32")
-I = RNG.integers(0, 8, size=(4, 6))  # noqa: E741
+I = RNG.integers(0, 8, size=(4, 6))
 cross_entropy = optax.softmax_cross_entropy_with_integer_labels
 
 
@@ -212,3 +213,72 @@ def test_values(name: str) -> None:
     for a, b in zip(got, jax.tree.leaves(jax.jit(fn)(*args)), strict=True):
         assert a.dtype == b.dtype
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+
+
+MESHES = [shardc.make_mesh(data=2, space=4), shardc.make_mesh(data=8), shardc.make_mesh(a=2, b=2, c=2)]
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("name", CASES)
+def test_on_devices(name: str) -> None:
+    """One device's numbers wherever the arguments are split, evenly or not, and what was planned is found."""
+    fn, args = CASES[name]
+    rng = np.random.default_rng(len(name))
+    mesh = MESHES[rng.integers(len(MESHES))]
+    pins = tuple({a: S(int(rng.integers(x.ndim))) for a in mesh.axis_names if rng.random() < 0.75} for x in args)
+    f = shardc.function(fn, mesh=mesh, in_placements=pins)
+    assert f.compile(*args).audit().ok
+    for a, b in zip(jax.tree.leaves(f(*args)), jax.tree.leaves(jax.jit(fn)(*args)), strict=True):
+        np.testing.assert_allclose(np.asarray(a), b, rtol=1e-4, atol=1e-4)
+
+
+TOKENS = {"data": S(0), "space": S(1)}
+ROWS, COLUMNS = {"model": S(0)}, {"model": S(1)}
+F32, I32, BF16 = "float32", "int32", "bfloat16"
+LOGITS, LABELS = ((8, 8192, 32768), F32), ((8, 8192), I32)
+HIDDEN, UP = ((8, 8192, 4096), BF16), ((4096, 4096), BF16)
+WEIGHT, IMAGE = ((4096, 8192), F32), ((2, 448, 448, 128), F32)
+BYTES: dict[str, tuple[Callable[..., Any], Any, Any, list[Any], int]] = {
+    "loss": (loss, (TOKENS, TOKENS), None, [LOGITS, LABELS], 2**10),
+    "gradient of a loss": (jax.grad(loss), (TOKENS, TOKENS), TOKENS, [LOGITS, LABELS], 2**10),
+    "one-hot loss": (one_hot_loss, (TOKENS, TOKENS), None, [LOGITS, LABELS], 2**17),
+    "labels given flat": (CASES["labels given flat"][0], (TOKENS, {}), None, [LOGITS, ((65536,), I32)], 2**10),
+    "accuracy": (CASES["accuracy"][0], (TOKENS, TOKENS), None, [LOGITS, LABELS], 2**16),
+    "mlp": (mlp, (TOKENS, {}), TOKENS, [HIDDEN, UP], 0),
+    "gradient of an mlp": (CASES["gradient of an mlp"][0], (TOKENS, {}), (TOKENS, {}), [HIDDEN, UP], 80 * 2**20),
+    "norm": (norm, (TOKENS,), TOKENS, [HIDDEN], 0),
+    "router": (router, (TOKENS, {}), TOKENS, [HIDDEN, ((4096, 64), BF16)], 0),
+    "lookup": (CASES["lookup"][0], ({}, TOKENS), TOKENS, [((32768, 1024), F32), LABELS], 0),
+    "vdot": (jnp.vdot, (COLUMNS, COLUMNS), None, [WEIGHT, WEIGHT], 2**10),
+    "argmax": (jnp.argmax, (COLUMNS,), None, [WEIGHT], 2**10),
+    "ravel, max": (CASES["ravel, max"][0], (COLUMNS,), None, [WEIGHT], 2**10),
+    "std": (CASES["std"][0], (COLUMNS,), None, [WEIGHT], 2**10),
+    "logsumexp": (CASES["logsumexp"][0], (COLUMNS,), None, [WEIGHT], 2**10),
+    "top_k of all": (CASES["top_k of all"][0], (COLUMNS,), None, [WEIGHT], 2**20),
+    "beams": (beams, ({"model": S(2)},), None, [((64, 8, 32768), F32)], 2**18),
+    "cg": (CASES["cg"][0], (COLUMNS,), COLUMNS, [WEIGHT], 2**10),
+    "blocks": (lambda x: quantized(x, 256), (COLUMNS,), COLUMNS, [WEIGHT], 0),
+    "windows": (lambda x, w: windows(x, w, 7), (COLUMNS, {}), COLUMNS, [IMAGE, ((128, 128), F32)], 0),
+    "gradient of windows": (
+        jax.grad(lambda x, w: jnp.sum(windows(x, w, 7) ** 2), (0, 1)),
+        (COLUMNS, {}),
+        (COLUMNS, {}),
+        [IMAGE, ((128, 128), F32)],
+        2**17,
+    ),
+    "covariance": (covariance, (COLUMNS,), {}, [IMAGE], 2**17),
+}
+
+
+@pytest.mark.parametrize("name", BYTES)
+def test_bytes(name: str) -> None:
+    """Plans send what the same programs send that merge nothing."""
+    fn, pins, out, shapes, most = BYTES[name]
+    axes = {"model": 8} if any("model" in p for p in pins) else {"data": 2, "space": 4}
+    mesh = shardc.make_mesh(topology="v5p:4x2x1", **axes)
+    args = [jax.ShapeDtypeStruct(*s) for s in shapes]
+    if isinstance(out, dict) and name == "router":
+        out = (out, out)
+    made = {} if out is None else {"out_placements": out}
+    plan = shardc.function(fn, mesh=mesh, in_placements=pins, **made).plan(*args)
+    assert plan.bytes_per_device <= most
