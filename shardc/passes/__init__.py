@@ -167,7 +167,7 @@ PASSES: Final[tuple[Pass, ...]] = (
     ),
     Pass(
         "sink_merges",
-        f"{_REWRITE}.merges.sink_merges",
+        f"{_REWRITE}.sink_merges",
         "program, mesh",
         "program",
         "s = reduce_sum[0] exp reshape[6, 5] x --> s = reduce_sum[0, 1] exp x",

@@ -16,8 +16,8 @@ from jax.extend import core as jex
 import shardc
 from shardc import S, compat
 from shardc.ir.walk import all_eqns
-from shardc.passes.rewrite.merges.factors import is_plain, reshaped
-from shardc.passes.rewrite.merges.sink_merges import sunk
+from shardc.passes.rewrite.factors import is_plain, reshaped
+from shardc.passes.rewrite.sink_merges import sunk
 from shardc.passes.trace.canonicalize import canonicalize
 from shardc.sbp import rules
 
@@ -134,6 +134,14 @@ def grouped(x: Any, w: Any) -> Any:
     return jax.nn.softmax(jnp.einsum("bthd,bshd->bhts", q, k), -1).sum((2, 3))
 
 
+def block(x: Any, w: Any) -> Any:
+    """Attention over tokens that stay flat but for the attention itself."""
+    f = flat(x)
+    q, k, v = ((f @ m).reshape(*x.shape[:2], 2, -1) for m in (w, w.T, w * 0.5))
+    mixed = jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(jnp.einsum("bthd,bshd->bhts", q, k)), v)
+    return (f + mixed.reshape(f.shape) @ w).reshape(x.shape)
+
+
 CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "loss": (loss, (X, I)),
     "gradient of a loss": (jax.grad(loss), (X, I)),
@@ -175,6 +183,8 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "branches": (branches, (X,)),
     "keys": (keys, (X,)),
     "grouped": (grouped, (X, W)),
+    "block": (block, (X, W)),
+    "gradient of a block": (jax.grad(lambda x, w: jnp.sum(block(x, w) ** 2), (0, 1)), (X, W)),
     "sort and sums": (lambda x: jnp.cumsum(jnp.sort(flat(x), -1), -1)[:, ::-1].sum(0), (X,)),
     "pad and slices": (
         lambda x: jnp.pad(flat(x), ((0, 0), (1, 2)))[:, 2:].at[:, 1].set(0).reshape(4, 6, -1),
@@ -246,6 +256,7 @@ BYTES: dict[str, tuple[Callable[..., Any], Any, Any, list[Any], int]] = {
     "accuracy": (CASES["accuracy"][0], (TOKENS, TOKENS), None, [LOGITS, LABELS], 2**16),
     "mlp": (mlp, (TOKENS, {}), TOKENS, [HIDDEN, UP], 0),
     "gradient of an mlp": (CASES["gradient of an mlp"][0], (TOKENS, {}), (TOKENS, {}), [HIDDEN, UP], 80 * 2**20),
+    "block": (block, ({"data": S(0), "space": S(1)}, {}), TOKENS, [HIDDEN, UP], 384 * 2**20),
     "norm": (norm, (TOKENS,), TOKENS, [HIDDEN], 0),
     "router": (router, (TOKENS, {}), TOKENS, [HIDDEN, ((4096, 64), BF16)], 0),
     "lookup": (CASES["lookup"][0], ({}, TOKENS), TOKENS, [((32768, 1024), F32), LABELS], 0),
@@ -279,6 +290,6 @@ def test_bytes(name: str) -> None:
     args = [jax.ShapeDtypeStruct(*s) for s in shapes]
     if isinstance(out, dict) and name == "router":
         out = (out, out)
-    made = {} if out is None else {"out_placements": out}
+    made: Any = {} if out is None else {"out_placements": out}
     plan = shardc.function(fn, mesh=mesh, in_placements=pins, **made).plan(*args)
     assert plan.bytes_per_device <= most

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeAlias
+
+from shardc import compat
+from shardc.compat import Eqn
 
 Factors: TypeAlias = tuple[tuple[int, ...], ...]
 """For each dimension of a value its factors, outermost first. A value in factors has them as its dimensions."""
@@ -19,9 +23,15 @@ def is_plain(factors: Factors) -> bool:
     return all(len(group) == 1 for group in factors)
 
 
-def merges_nothing(factors: Factors) -> bool:
-    """Whether each dimension is one factor but for factors of one."""
-    return all(sum(n != 1 for n in group) <= 1 for group in factors)
+def merges_of(factors: Factors) -> int:
+    """How many factors have no placement in the merged value: all but the outermost of each dimension, without ones."""
+    return sum(max(sum(n != 1 for n in group) - 1, 0) for group in factors)
+
+
+def with_whole(factors: Factors, dims: Iterable[int]) -> Factors:
+    """The factors with these dimensions merged."""
+    whole = set(dims)
+    return tuple((math.prod(group),) if d in whole else group for d, group in enumerate(factors))
 
 
 def shape_of(factors: Factors) -> tuple[int, ...]:
@@ -76,6 +86,13 @@ def reshaped(old: Sequence[int], new: Sequence[int]) -> Factors | None:
         found.append(tuple(b // a for a, b in itertools.pairwise(ends))[::-1] or (1,))
         inner *= n
     return tuple(reversed(found))
+
+
+def merged_by(eqn: Eqn) -> Factors | None:
+    """The factors of the result of a reshape of a plain value; None if it is no reshape, or has none."""
+    if eqn.primitive.name != "reshape" or eqn.params["dimensions"] is not None or compat.is_literal(eqn.invars[0]):
+        return None
+    return reshaped(eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape)
 
 
 def _strides(sizes: Sequence[int]) -> Iterator[int]:

@@ -17,7 +17,7 @@ from jax import lax
 
 from shardc import compat
 from shardc.compat import Atom, Eqn
-from shardc.passes.rewrite.merges.factors import Factors, common, common_of, plain, shape_of, spans_of, spread
+from shardc.passes.rewrite.factors import Factors, common, common_of, plain, shape_of, spans_of, spread, with_whole
 from shardc.sbp.signature import family_of
 
 
@@ -107,13 +107,14 @@ def _transpose(eqn: Eqn, given: Given) -> InFactors | None:
 
 
 def _along(name: str) -> Way:
-    """Dimensions of which a parameter names one or several that are worked along; each other one may have factors."""
+    """Dimensions of which a parameter names one or several that are worked along: these are merged."""
 
     def way(eqn: Eqn, given: Given) -> InFactors | None:
         factors, named = common_of([f for f in given if f is not None]), eqn.params[name]
         dims = named if isinstance(named, tuple) else (named,)
-        if factors is None or any(len(factors[d]) > 1 for d in dims):
+        if factors is None:
             return None
+        factors = with_whole(factors, dims)
         at = spread(spans_of(factors), dims)
         params = {**eqn.params, name: at if isinstance(named, tuple) else at[0]}
         return InFactors(tuple((a, factors) for a in eqn.invars), (factors,) * len(eqn.outvars), params)
@@ -157,7 +158,7 @@ def _arg_extremum(eqn: Eqn, given: Given) -> InFactors | None:
 
     def run(u: Any) -> Any:
         best = (jnp.max if largest else jnp.min)(u, at, keepdims=True)
-        found = (u == best) | (u != u)  # noqa: PLR0124
+        found = (u == best) | (u != u)
         last = np.asarray(math.prod(factors[axis]) - 1, dtype)
         return lax.reduce_min(jnp.where(found, _number(u.shape, at, dtype), last), at)
 
@@ -209,11 +210,11 @@ def _dot_general(eqn: Eqn, given: Given) -> InFactors | None:
     contracted, batch = eqn.params["dimension_numbers"]
     if eqn.params.get("out_sharding") is not None:
         return None
-    for (left, right), alike in ((contracted, None in given), (batch, False)):
+    for left, right in (contracted, batch):
         for i, j in zip(left, right, strict=True):
             group = common(sides[0][i], sides[1][j])
-            if group is None or (alike and len(group) > 1):
-                return None
+            if group is None or (None in given and i in contracted[0]):
+                group = (math.prod(sides[0][i]),)
             sides[0][i] = sides[1][j] = group
     spans = [spans_of(tuple(f)) for f in sides]
     pairs = [tuple(spread(s, dims) for s, dims in zip(spans, both, strict=True)) for both in (contracted, batch)]
@@ -303,30 +304,20 @@ def _linked(links: Sequence[tuple[_Side, int, _Side, int]], *sides: _Side) -> bo
     return all(len(group) == 1 or (id(side), d) in ends for side in sides for d, group in enumerate(side))
 
 
-def _spread_whole(values: Sequence[Any], factors: Factors, whole: Sequence[Any]) -> tuple[Any, ...] | None:
-    """What a parameter says of each dimension, said of each factor; of a merged dimension only that it is whole."""
-    found: list[Any] = []
-    for d, group in enumerate(factors):
-        if len(group) == 1:
-            found.append(values[d])
-        elif values[d] != whole[d]:
-            return None
-        else:
-            found += [n if whole[d] == math.prod(group) else whole[d] for n in group]
-    return tuple(found)
+def _cut(eqn: Eqn, factors: Factors) -> tuple[Factors, Factors]:
+    """The factors of an operand and of what is cut out of it: dimensions that are not taken whole are merged."""
+    sizes = list(zip(eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape, strict=True))
+    factors = with_whole(factors, (d for d, (n, m) in enumerate(sizes) if n != m))
+    return factors, tuple(f if n == m else (m,) for f, (n, m) in zip(factors, sizes, strict=True))
 
 
 def _slice(eqn: Eqn, given: Given) -> InFactors | None:
-    (factors,), p, (x,) = _filled(eqn, given), eqn.params, eqn.invars
-    shape, rank = x.aval.shape, len(x.aval.shape)
-    starts = _spread_whole(p["start_indices"], factors, (0,) * rank)
-    limits = _spread_whole(p["limit_indices"], factors, shape)
-    strides = p["strides"] and _spread_whole(p["strides"], factors, (1,) * rank)
-    if starts is None or limits is None or (p["strides"] and strides is None):
-        return None
-    result = tuple(f if len(f) > 1 else (n,) for f, n in zip(factors, eqn.outvars[0].aval.shape, strict=True))
-    params = {**p, "start_indices": starts, "limit_indices": limits, "strides": strides or None}
-    return InFactors(((x, factors),), (result,), params)
+    p, (factors, result) = eqn.params, _cut(eqn, _filled(eqn, given)[0])
+    starts = tuple(start for f, start in zip(factors, p["start_indices"], strict=True) for _ in f)
+    limits = tuple(n for f, m in zip(factors, p["limit_indices"], strict=True) for n in (f if len(f) > 1 else (m,)))
+    strides = tuple(step for f, step in zip(factors, p["strides"] or starts, strict=False) for _ in f)
+    params = {**p, "start_indices": starts, "limit_indices": limits, "strides": p["strides"] and strides}
+    return InFactors(((eqn.invars[0], factors),), (result,), params)
 
 
 def _with_starts(eqn: Eqn, factors: Factors, starts: Sequence[Atom]) -> list[tuple[Atom, Factors]]:
@@ -339,13 +330,11 @@ def _with_starts(eqn: Eqn, factors: Factors, starts: Sequence[Atom]) -> list[tup
 
 
 def _dynamic_slice(eqn: Eqn, given: Given) -> InFactors | None:
-    factors, (x, *starts) = _filled(eqn, given)[0], eqn.invars
-    sizes = _spread_whole(eqn.params["slice_sizes"], factors, x.aval.shape)
-    if sizes is None or len(starts) != len(factors):
+    (x, *starts), (factors, result) = eqn.invars, _cut(eqn, _filled(eqn, given)[0])
+    if len(starts) != len(factors):
         return None
-    result = tuple(f if len(f) > 1 else (n,) for f, n in zip(factors, eqn.params["slice_sizes"], strict=True))
     operands = ((x, factors), *_with_starts(eqn, factors, starts))
-    return InFactors(operands, (result,), {**eqn.params, "slice_sizes": sizes})
+    return InFactors(operands, (result,), {**eqn.params, "slice_sizes": shape_of(result)})
 
 
 def _dynamic_update_slice(eqn: Eqn, given: Given) -> InFactors | None:
@@ -355,9 +344,7 @@ def _dynamic_update_slice(eqn: Eqn, given: Given) -> InFactors | None:
     new: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
     for a, b, n, m in zip(of_x, of_update, x.aval.shape, update.aval.shape, strict=True):
         group = common(a, b) if n == m else None
-        if group is None and max(len(a), len(b)) > 1:
-            return None
-        new.append((a, b) if group is None else (group, group))
+        new.append(((n,), (m,)) if group is None else (group, group))
     factors, rows = (tuple(side) for side in zip(*new, strict=True))
     operands = ((x, factors), (update, rows), *_with_starts(eqn, factors, starts))
     return InFactors(operands, (factors,), eqn.params)
@@ -366,8 +353,7 @@ def _dynamic_update_slice(eqn: Eqn, given: Given) -> InFactors | None:
 def _pad(eqn: Eqn, given: Given) -> InFactors | None:
     factors, config = _filled(eqn, given)[0], eqn.params["padding_config"]
     none = (0, 0, 0)
-    if any(len(f) > 1 and c != none for f, c in zip(factors, config, strict=True)):
-        return None
+    factors = with_whole(factors, (d for d, c in enumerate(config) if c != none))
     result = tuple(f if len(f) > 1 else (n,) for f, n in zip(factors, eqn.outvars[0].aval.shape, strict=True))
     config = tuple(c for f, c in zip(factors, config, strict=True) for _ in f)
     operands = ((eqn.invars[0], factors), (eqn.invars[1], ()))
@@ -376,8 +362,6 @@ def _pad(eqn: Eqn, given: Given) -> InFactors | None:
 
 def _concatenate(eqn: Eqn, given: Given) -> InFactors | None:
     dim, sides = eqn.params["dimension"], _filled(eqn, given)
-    if any(len(f[dim]) > 1 for f in sides):
-        return None
     rest = common_of([(*f[:dim], *f[dim + 1 :]) for f in sides])
     if rest is None:
         return None
@@ -399,8 +383,7 @@ def _stack(eqn: Eqn, given: Given) -> InFactors | None:
 
 def _unstack(eqn: Eqn, given: Given) -> InFactors | None:
     (factors,), axis = _filled(eqn, given), eqn.params["axis"]
-    if len(factors[axis]) > 1:
-        return None
+    factors = with_whole(factors, (axis,))
     before, after = factors[:axis], factors[axis + 1 :]
     results = ((*before, *after),) * len(eqn.outvars)
     return InFactors(((eqn.invars[0], factors),), results, {**eqn.params, "axis": len(shape_of(before))})

@@ -1,15 +1,4 @@
-"""Sinks reshapes that merge dimensions through what treats these alike, until nothing is left to merge.
-
-    y = reshape[6,5] x:[2,3,5]; z = exp y; s = reduce_sum[0] z  -->  z' = exp x; s = reduce_sum[0,1] z'
-
-Losses, MLPs and norms are often written on flattened tokens. A merged dimension of which an inner factor is split has
-no placement, so the reshape moves the whole value, though nothing that follows needs it. In the walk a merged value is
-held in its factors (`in_factors`), and merged only where an operation needs that. A reshape that splits the dimension
-again ends the walk, and so does a reduction over it.
-
-What hangs together by such values is rewritten if fewer bytes are merged, or split, than before, and if no axis of the
-mesh fits a merged dimension but none of its factors.
-"""
+"""The walk that holds merged values in their factors, and merges them only where an operation needs that."""
 
 from __future__ import annotations
 
@@ -24,57 +13,28 @@ from jax import lax
 from shardc import compat
 from shardc.compat import Atom, Eqn, Jaxpr, Var
 from shardc.ir.nested import NESTED, Body, bodies_of, nested_bodies, with_bodies
-from shardc.ir.program import Program
-from shardc.ir.walk import all_eqns, bytes_of
-from shardc.passes import Context
-from shardc.passes.rewrite.merges.factors import (
+from shardc.ir.walk import bytes_of
+from shardc.passes.rewrite.factors import (
     Factors,
     common_of,
     is_plain,
-    merges_nothing,
+    merged_by,
+    merges_of,
     plain,
     reshaped,
     shape_of,
 )
-from shardc.passes.rewrite.merges.in_factors import InFactors, broadcast_to, is_pointwise, pointwise, way_of
+from shardc.passes.rewrite.in_factors import InFactors, broadcast_to, is_pointwise, pointwise, way_of
 from shardc.passes.trace.canonicalize import EVERY, inlined_eqns
 
 MOST_ROUNDS: Final = 8
 """Rounds in which the carries of a loop find their factors."""
 
 
-def sink_merges(program: Program, context: Context) -> Program:
-    """The program whose merging reshapes stand as late as possible."""
-    sizes = () if context.mesh is None else [n for n in context.mesh.sizes.values() if n > 1]
-    jaxpr = sunk(program.jaxpr, sizes) if sizes else program.jaxpr
-    return program if jaxpr is program.jaxpr else program.after("sink_merges", jaxpr)
-
-
-def sunk(jaxpr: Jaxpr, sizes: Collection[int] = ()) -> Jaxpr:
-    """The canonical jaxpr whose merging reshapes stand as late as possible; `sizes`: of the axes of the mesh."""
-    merging = {e.outvars[0] for e in all_eqns(jaxpr) if _merges(e, sizes)}
-    while merging:
-        walk = _Walk(merging)
-        made = _Scope(walk, jaxpr).finished()
-        if not (worse := walk.worse()):
-            return compat.remove_dead(made, [True] * len(made.outvars))
-        merging -= worse
-    return jaxpr
-
-
-def _merges(eqn: Eqn, sizes: Collection[int]) -> bool:
-    """Whether an equation is a reshape that merges dimensions, each with a factor for every axis that fits it."""
-    if (factors := _factors_of(eqn)) is None or is_plain(factors):
-        return False
-    merged = zip(factors, eqn.outvars[0].aval.shape, strict=True)
-    return not any(size % n == 0 and all(f % n for f in group) for group, size in merged for n in sizes)
-
-
-def _factors_of(eqn: Eqn) -> Factors | None:
-    """The factors of the result of a reshape of a plain value."""
-    if eqn.primitive.name != "reshape" or eqn.params["dimensions"] is not None or compat.is_literal(eqn.invars[0]):
-        return None
-    return reshaped(eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape)
+def walked(jaxpr: Jaxpr, merging: Collection[Var]) -> tuple[Jaxpr, set[Var]]:
+    """The jaxpr in which the reshapes with the results `merging` sink, and those of them that would save no bytes."""
+    walk = _Walk(merging)
+    return _Scope(walk, jaxpr).finished(), walk.worse()
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +58,8 @@ class _Walk:
 
     Attributes:
       merging: the results of reshapes that sink.
-      saved: bytes of each reshape that sinks.
-      paid: a reshape and the bytes that are merged or split on behalf of it.
+      saved: bytes of each reshape that sinks, times the factors that it merges (`merges_of`).
+      paid: a reshape, and the bytes that are merged or split on behalf of it, times the factors.
       together: pairs of reshapes whose results meet in an operation.
     """
 
@@ -185,7 +145,7 @@ class _Scope:
         if atom in self.held and atom not in self.names:
             held = self.held[atom]
             self.merged.add(atom)
-            self.walk.paid.append((held.root, self.times * bytes_of(atom)))
+            self.pay(held.root, atom, merges_of(held.factors))
             self.names[atom] = self.reshape(held.value, atom.aval.shape, self.made.get(atom))
         return self.names.get(atom, atom)
 
@@ -206,15 +166,20 @@ class _Scope:
     def split(self, atom: Var, factors: Factors, root: Var) -> Atom:
         """A value in other factors than it is held in, if it is."""
         if (held := self.held.get(atom)) is not None:
+            self.pay(root, atom, merges_of(held.factors) - merges_of(factors))
             return self.reshape(held.value, shape_of(factors), None)
         made = self.made.get(atom)
         if made is not None and (way := self.spread(atom, factors)) is not None:
             return self.emit(made, way, root)[0]
         if made is not None and _only_splits(made):
             return self.reshape(self.plain(made.invars[0]), shape_of(factors), made)
-        if not merges_nothing(factors):
-            self.walk.paid.append((root, self.times * bytes_of(atom)))
+        self.pay(root, atom, merges_of(factors))
         return self.reshape(self.plain(atom), shape_of(factors), made)
+
+    def pay(self, root: Var, atom: Atom, factors: int) -> None:
+        """Notes that so many factors of a value are merged or split on behalf of `root`."""
+        if factors > 0:
+            self.walk.paid.append((root, self.times * factors * bytes_of(atom)))
 
     def spread(self, atom: Atom, factors: Factors) -> InFactors | None:
         """How to make a value in factors that takes no more than a value of fewer elements; None if it is not so."""
@@ -293,11 +258,12 @@ class _Scope:
         if factors is None:
             return False
         root = out if held is None else held.root
-        if not is_plain(_factors_of(eqn) or ()):
+        if not is_plain(merged_by(eqn) or ()):
             if out not in self.walk.merging and not is_plain(factors):
                 return False
             self.walk.together.append((root, out if out in self.walk.merging else root))
-            self.walk.saved.append((root, self.times * bytes_of(out)))
+            more = merges_of(factors) - (0 if held is None else merges_of(held.factors))
+            self.walk.saved.append((root, self.times * max(more, 0) * bytes_of(out)))
         self.hold(out, self.reshape(value, shape_of(factors), eqn), factors, root)
         return True
 
@@ -310,7 +276,7 @@ class _Scope:
             return None
         splits = sum(
             bytes_of(a) for a, f in way.operands
-            if not compat.is_literal(a) and not merges_nothing(f) and not self.of(a) and not self.is_light(a, f)
+            if not compat.is_literal(a) and merges_of(f) and not self.of(a) and not self.is_light(a, f)
         )  # fmt: skip
         merges = sum(bytes_of(a) for a in compat.variables(eqn.invars) if self.of(a) and a not in self.names)
         return way if splits <= merges else None
@@ -459,7 +425,7 @@ class _Nested:
 
 def _only_splits(eqn: Eqn) -> bool:
     """Whether an equation is a reshape that merges nothing."""
-    factors = _factors_of(eqn)
+    factors = merged_by(eqn)
     return factors is not None and is_plain(factors)
 
 
