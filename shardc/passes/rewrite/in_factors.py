@@ -17,6 +17,7 @@ from jax import lax
 
 from shardc import compat
 from shardc.compat import Atom, Eqn
+from shardc.ir.walk import bytes_of, itemsize_of
 from shardc.passes.rewrite.factors import Factors, common, common_of, plain, shape_of, spans_of, spread, with_whole
 from shardc.sbp.signature import family_of
 
@@ -38,6 +39,10 @@ class InFactors:
     params: dict[str, Any]
     computed: Callable[..., Any] | None = None
     cost: int = 0
+
+
+START: Final = 2**22
+"""Bytes of a whole value that move in the time of one more collective. In less no index is sought in two steps."""
 
 
 Given: TypeAlias = Sequence[Factors | None]
@@ -154,6 +159,8 @@ def _arg_extremum(eqn: Eqn, given: Given) -> InFactors | None:
     operands = ((x, factors),)
     if len(at) == 1:
         return InFactors(operands, (kept,), {**eqn.params, "axes": at})
+    if bytes_of(x) < START:
+        return None
     dtype, largest = eqn.params["index_dtype"], eqn.primitive.name == "argmax"
 
     def run(u: Any) -> Any:
@@ -179,12 +186,14 @@ def _top_k(eqn: Eqn, given: Given) -> InFactors | None:
     (factors,), (x,), k = _filled(eqn, given), eqn.invars, eqn.params["k"]
     rank = len(factors)
     axis = eqn.params.get("axis", rank - 1) % rank
-    (*outer, last) = at = spread(spans_of(factors), (axis,))
+    *outer, last = spread(spans_of(factors), (axis,))
     results = (tuple((k,) if d == axis else f for d, f in enumerate(factors)),) * 2
     if not outer:
         axes = {"axis": last} if "axis" in eqn.params else {}
         return InFactors(((x, factors),), results, {**eqn.params, **axes})
-    if axis != rank - 1:
+    row = factors[axis][-1]
+    cost = compat.size_of(x.aval) // row * min(k, row) * (itemsize_of(x.aval) + 4)
+    if axis != rank - 1 or cost + START > bytes_of(x):
         return None
     index = eqn.outvars[1].aval.dtype
 
@@ -199,9 +208,7 @@ def _top_k(eqn: Eqn, given: Given) -> InFactors | None:
             found = jnp.take_along_axis(found, of, -1)
         return values, found
 
-    rows = x.aval.size // x.aval.shape[-1] * math.prod(factors[axis][:-1])
-    cost = rows * min(k, factors[axis][-1]) * (x.aval.dtype.itemsize + 4)
-    return InFactors(((x, factors),), results, eqn.params, run, cost if len(at) > 1 else 0)
+    return InFactors(((x, factors),), results, eqn.params, run, cost)
 
 
 def _dot_general(eqn: Eqn, given: Given) -> InFactors | None:

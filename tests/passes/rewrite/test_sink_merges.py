@@ -16,6 +16,7 @@ from jax.extend import core as jex
 import shardc
 from shardc import S, compat
 from shardc.ir.walk import all_eqns
+from shardc.passes.rewrite import in_factors
 from shardc.passes.rewrite.factors import is_plain, reshaped
 from shardc.passes.rewrite.sink_merges import sunk
 from shardc.passes.trace.canonicalize import canonicalize
@@ -212,8 +213,9 @@ def merges(jaxpr: Any) -> int:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_values(name: str) -> None:
+def test_values(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One device's numbers, and no reshape merges what nothing needs."""
+    monkeypatch.setattr(in_factors, "START", 0)
     fn, args = CASES[name]
     jaxpr, captured = canonicalize(jax.make_jaxpr(fn)(*args))
     made = sunk(jaxpr)
@@ -230,8 +232,9 @@ MESHES = [shardc.make_mesh(data=2, space=4), shardc.make_mesh(data=8), shardc.ma
 
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", CASES)
-def test_on_devices(name: str) -> None:
+def test_on_devices(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One device's numbers wherever the arguments are split, evenly or not, and what was planned is found."""
+    monkeypatch.setattr(in_factors, "START", 0)
     fn, args = CASES[name]
     rng = np.random.default_rng(len(name))
     mesh = MESHES[rng.integers(len(MESHES))]
