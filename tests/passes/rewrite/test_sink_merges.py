@@ -186,6 +186,7 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "grouped": (grouped, (X, W)),
     "block": (block, (X, W)),
     "gradient of a block": (jax.grad(lambda x, w: jnp.sum(block(x, w) ** 2), (0, 1)), (X, W)),
+    "empty": (lambda x: (x.reshape(0, 8).sum(0), x.reshape(0, 4, 2) * 2), (X[:0],)),
     "sort and sums": (lambda x: jnp.cumsum(jnp.sort(flat(x), -1), -1)[:, ::-1].sum(0), (X,)),
     "pad and slices": (
         lambda x: jnp.pad(flat(x), ((0, 0), (1, 2)))[:, 2:].at[:, 1].set(0).reshape(4, 6, -1),
