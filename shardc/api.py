@@ -457,7 +457,7 @@ class Function:
         key = (self._key(call), marks, scans, call.types)
         if key not in self._programs:
             program = trace(self._arguments, call, marks, self._options.replicate, scans, self._view.topology.backend)
-            made = after_trace(program)
+            made = after_trace(program, self._view)
             alike = (p for k, p in self._programs.items() if k[:-1] == key[:-1] and is_same_program(p, made))
             self._programs[key] = next(alike, made)
         return self._programs[key]

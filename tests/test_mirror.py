@@ -40,6 +40,8 @@ COVERED: Final[Mapping[str, str]] = {
     "ir/box.py": "passes/place/test_insert_boxing.py",
     "ir/collective.py": "passes/estimate/test_plan_cost.py",
     "ir/ranges.py": "passes/rewrite/test_compose_windows.py",
+    "passes/rewrite/*factors.py": "passes/rewrite/test_sink_merges.py",
+    "passes/rewrite/merge_walk.py": "passes/rewrite/test_sink_merges.py",
     "passes/rewrite/windows/*.py": "passes/rewrite/test_compose_windows.py",
     "report/page/charts.py": "report/page/test_page.py",
     "report/page/course.py": "report/page/test_equations.py",

@@ -109,9 +109,10 @@ def passes_that_run(runs: Runs, of: str = "all") -> list[Pass]:
     return [p for p in PASSES if p.runs == runs and p.of in ("all", of)]
 
 
-def after_trace(program: Program) -> Program:
-    """A traced program after the passes that every one goes through."""
-    return run(passes_that_run("after a trace"), program, Context())
+def after_trace(program: Program, mesh: MeshView | None = None) -> Program:
+    """A traced program after the passes that every one goes through; without a mesh those that depend on one do
+    nothing."""
+    return run(passes_that_run("after a trace"), program, Context(mesh))
 
 
 def as_saved(program: Program, context: Context, known: Choices) -> Program:
@@ -162,6 +163,14 @@ PASSES: Final[tuple[Pass, ...]] = (
         "jaxpr",
         "jaxpr",
         "m = broadcast v; scan ... m[i] --> scan ... broadcast v",
+        runs="after a trace",
+    ),
+    Pass(
+        "sink_merges",
+        f"{_REWRITE}.sink_merges",
+        "program, mesh",
+        "program",
+        "s = reduce_sum[0] exp reshape[6, 5] x --> s = reduce_sum[0, 1] exp x",
         runs="after a trace",
     ),
     Pass(
