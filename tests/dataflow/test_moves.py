@@ -166,7 +166,7 @@ def test_a_move_gathers_nothing_and_does_not_wait(at):
     edge, ways = planned((mesh(0, 4), at), (mesh(4, 4), {"data": S(1)}))
     place = edge.places(edge.moves[0])[0]
     x = place.enter(np.ones((64, 64), np.float32))
-    move, take = giving(ways), taking(edge, ways, ways.arrive)
+    move, take = giving(ways, True), taking(edge, ways, ways.arrive)
     jax.block_until_ready(take(move([place.leave(slow(x))])))
     late = slow(x)
     moved = take(move([place.leave(late)]))
