@@ -26,6 +26,7 @@ from shardc.ir.host_callback import CALLBACKS, kept_text, raise_kept
 from shardc.ir.memory_move import MEMORY_KIND
 from shardc.ir.program import Program
 from shardc.ir.walk import all_eqns
+from shardc.machine.ahead import is_absent
 from shardc.machine.devices import is_remote, processes_of
 from shardc.machine.launch_order import in_launch_order, ordered_devices
 from shardc.machine.mesh import AnyMesh, without_mesh
@@ -82,6 +83,7 @@ class Executable:
 
     Attributes:
       moves_arguments: False: arrays that live elsewhere than planned are refused.
+      absent: whether it is compiled for a machine that is not there.
     """
 
     moves_arguments = False
@@ -103,6 +105,7 @@ class Executable:
         if is_remote(mesh.devices.flat):
             raise MeshError(f"{plan.program.name}: its mesh ({plan.mesh}) {other_runtimes_text(mesh)}")
         self.plan, self.mesh = plan, mesh
+        self.absent = is_absent(mesh)
         self._sizes = plan.mesh.sizes
         shapes_in = [tuple(a.shape) for a in plan.program.in_avals]
         shapes_out = [tuple(a.shape) for a in plan.program.out_avals]
@@ -137,8 +140,8 @@ class Executable:
         self._jitted, self._keeping = jit(donate_argnums=tuple(range(len(taken)))), jit()
         self._all_plain = all(self._plain_out)
         first = len(shapes_in) - len(plan.program.captured)
-        captured = [self.enter(i, x) for i, x in enumerate(plan.program.captured, first)]
-        self._captured = [put_whole(x, s) for x, s in zip(captured, self.in_shardings[first:], strict=True)]
+        captured = () if self.absent else [self.enter(i, x) for i, x in enumerate(plan.program.captured, first)]
+        self._captured = [put_whole(x, s) for x, s in zip(captured, self.in_shardings[first:], strict=False)]
 
     @cached_property
     def agreement(self) -> Agreement | None:

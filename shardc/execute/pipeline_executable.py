@@ -30,6 +30,7 @@ from shardc.execute.stage_edges import StageEdges
 from shardc.execute.stage_io import PiecedArrays, StageArray
 from shardc.ir.host_callback import CALLBACKS
 from shardc.ir.walk import all_eqns
+from shardc.machine.ahead import is_absent
 from shardc.machine.mesh import AnyMesh, note_stages
 from shardc.passes.audit.audit import Audit, audit_all
 from shardc.passes.trace.trace import settings
@@ -91,6 +92,7 @@ class PipelineExecutable:
 
     Attributes:
       moves_arguments: True: its stages take an array from wherever it is.
+      absent: whether it is compiled for a machine that is not there.
     """
 
     moves_arguments = True
@@ -117,7 +119,8 @@ class PipelineExecutable:
         self.meshes: list[Any] = [meshes[s.rank] for s in plan.stages]
         for mesh in dict.fromkeys(self.meshes):
             note_stages(mesh, [s.number for s in plan.stages if meshes[s.rank] == mesh])
-        here = {meshes[r] for r in range(len(meshes)) if self.places.is_here(r)}
+        self.absent = is_absent(self.meshes[0])
+        here = {meshes[r] for r in range(len(meshes)) if self.places.is_here(r) and not self.absent}
         count = plan.cut.loop.length
         numbers = {m: _numbers(count, m) if m in here else [] for m in dict.fromkeys(self.meshes)}
         self._states = [_StageState(s, m, numbers[m]) for s, m in zip(plan.stages, self.meshes, strict=True)]
@@ -189,12 +192,7 @@ class PipelineExecutable:
         if self.agreement is not None:
             self.agreement.agree_on_plan()
             remote = RemoteStages(plan, self._edges.between_processes(), bool(settings()[0]), self.places)
-        executables = self._task_executables()
-        with line_if_long(f"compiling the {len(executables)} programs of {plan.program.name}"):
-            for e in executables:  # in this thread, because JAX's settings are per thread
-                _ = e.lowered
-            with ThreadPoolExecutor(2) as pool:
-                list(pool.map(lambda e: e.compiled, executables))
+        self.compile_tasks()
         tokens = {s.label: [None] * len(s.gives) for row in plan.network.actors for s in row}
         window = max(1, IN_FLIGHT // plan.schedule.ranks)
         executor = Executor(
@@ -213,6 +211,15 @@ class PipelineExecutable:
                 raise
         self._remote = remote
         return executor
+
+    def compile_tasks(self) -> None:
+        """Compile all programs of this process."""
+        executables = self._task_executables()
+        with line_if_long(f"compiling the {len(executables)} programs of {self.plan.program.name}"):
+            for e in executables:  # in this thread, because JAX's settings are per thread
+                _ = e.lowered
+            with ThreadPoolExecutor(2) as pool:
+                list(pool.map(lambda e: e.compiled, executables))
 
     @cached_property
     def _steps(self) -> Mapping[Any, StepValues]:
