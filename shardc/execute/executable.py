@@ -31,6 +31,7 @@ from shardc.machine.devices import is_remote, processes_of
 from shardc.machine.launch_order import in_launch_order, ordered_devices
 from shardc.machine.mesh import AnyMesh, without_mesh
 from shardc.passes.audit.audit import Audit, audit
+from shardc.passes.audit.hlo_schedule import Scheduled, read_schedule
 from shardc.passes.lower.lower import Lowering
 from shardc.passes.trace.trace import settings
 from shardc.plan.digest import digest_of
@@ -456,6 +457,10 @@ class Executable:
         """Compare the collectives in the compiled HLO with the plan's."""
         platform = self.mesh.devices.flat[0].platform
         return audit(self.plan.collectives, self.hlo(), self._sizes, platform=platform)
+
+    def schedule(self) -> list[Scheduled]:
+        """The collectives of the compiled program, and what it runs beside them."""
+        return read_schedule([self.hlo()])
 
 
 def _holds(kind: str, x: jax.Array) -> bool:

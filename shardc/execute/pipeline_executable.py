@@ -33,6 +33,7 @@ from shardc.ir.walk import all_eqns
 from shardc.machine.ahead import is_absent
 from shardc.machine.mesh import AnyMesh, note_stages
 from shardc.passes.audit.audit import Audit, audit_all
+from shardc.passes.audit.hlo_schedule import Scheduled, read_schedule
 from shardc.passes.trace.trace import settings
 from shardc.pipeline.cut.split_tasks import INDEX, StageTask
 from shardc.pipeline.cut_search.split_scans import Piece
@@ -483,6 +484,10 @@ class PipelineExecutable:
         """Compare the collectives in the compiled HLO of every task of this process with the plan's."""
         whole = audit_all([e.audit() for e in self._task_executables()])
         return replace(whole, where=f"process {self.places.me}") if self.places.are_several else whole
+
+    def schedule(self) -> list[Scheduled]:
+        """The collectives of every task of this process, once each, and what it runs beside them."""
+        return read_schedule(e.hlo() for e in self._task_executables())
 
 
 def _numbers(microbatches: int, mesh: Mesh) -> list[jax.Array]:

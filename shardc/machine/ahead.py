@@ -63,8 +63,8 @@ def _devices_of(machine: Topology, shape: tuple[int, ...], axes: tuple[tuple[str
     if not compat.has_plugin(platform):
         name, what = ("cuda", "CUDA") if platform == "cuda" else ("tpu", "TPUs")
         raise MeshError(
-            f"To compile for {machine.kind} needs JAX's plugin for {what}, and no such device: "
-            f"pip install 'shardc[{name}]'. To plan for it, plan(...) needs none."
+            f"To compile for {machine.kind}, JAX's plugin for {what} has to be installed, the machine need not be there: "
+            f"pip install 'shardc[{name}]'. To plan for it needs no plugin."
         )
     if platform == "cuda":
         return compat.compile_only_devices("cuda", "", **_gpu_options(kind, shape))
@@ -77,7 +77,7 @@ def _devices_of(machine: Topology, shape: tuple[int, ...], axes: tuple[tuple[str
     try:
         return compat.compile_only_devices("tpu", name, **options)
     except jax.errors.JaxRuntimeError as error:
-        raise MeshError(f"libtpu describes no {name}: {error}") from error
+        raise MeshError(f"libtpu cannot compile for {name}: {error}") from error
 
 
 def _gpu_options(kind: str, shape: tuple[int, ...]) -> dict[str, str]:
