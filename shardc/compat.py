@@ -799,8 +799,8 @@ def _plugins(platform: str) -> list[str]:
     return [m for m in there if importlib.util.find_spec(m)]
 
 
-# Why: a plugin looks for its devices when it is loaded: that for CUDA registers nothing where the driver is missing, and
-# libtpu asks the machine which slice it is in.
+# Why: a plugin looks for its devices when it is loaded: that for CUDA registers nothing where the driver is missing,
+# and libtpu asks the machine which slice it is in.
 def compile_only_devices(platform: str, name: str, **options: Any) -> list[Any]:
     """The devices of a machine that XLA compiles for and that is not there.
 

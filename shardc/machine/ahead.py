@@ -56,15 +56,15 @@ def _devices_of(machine: Topology, shape: tuple[int, ...], axes: tuple[tuple[str
     sizes = ", ".join(f"{a}={n}" for a, n in axes)
     if machine.backend == "cpu":
         raise MeshError(
-            f"XLA compiles for CPUs that are there: make the mesh without topology=, as shardc.make_mesh({sizes}), with "
-            f"fake CPU devices (XLA_FLAGS=--xla_force_host_platform_device_count={math.prod(n for _, n in axes)})."
+            f"XLA compiles for CPUs that are there: make the mesh without topology=, as shardc.make_mesh({sizes}), "
+            f"with fake CPU devices (XLA_FLAGS=--xla_force_host_platform_device_count={math.prod(n for _, n in axes)})."
         )
     platform = "cuda" if machine.backend == "gpu" else "tpu"
     if not compat.has_plugin(platform):
         name, what = ("cuda", "CUDA") if platform == "cuda" else ("tpu", "TPUs")
         raise MeshError(
-            f"To compile for {machine.kind}, JAX's plugin for {what} has to be installed, the machine need not be there: "
-            f"pip install 'shardc[{name}]'. To plan for it needs no plugin."
+            f"To compile for {machine.kind}, JAX's plugin for {what} has to be installed, the machine need not be "
+            f"there: pip install 'shardc[{name}]'. To plan for it needs no plugin."
         )
     if platform == "cuda":
         return compat.compile_only_devices("cuda", "", **_gpu_options(kind, shape))

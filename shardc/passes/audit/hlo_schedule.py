@@ -8,14 +8,15 @@ hide is a pair: what stands between its start and its done runs beside it.
     %d = all-gather-done(%s)
 
 The start and the done may also be calls of a computation that holds the collective: `async-start` on GPU; on TPU
-fusions, of which further ones may continue the collective inside a product.
+fusions, of which further ones may continue the collective inside a product, or `call-start` on a SparseCore, which
+waits for the operands of its `call-update`.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Final, Literal, TypeAlias
@@ -43,12 +44,14 @@ def read_schedule(texts: Iterable[str]) -> list[Scheduled]:
     Args:
       texts: of the optimized modules, `compiled.as_text()`. A loop whose trip count is not known counts once.
     """
-    counts, sent = Counter[tuple[str, Beside]](), Counter[tuple[str, Beside]]()
+    counts: Counter[tuple[str, Beside]] = Counter()
+    sent: Counter[tuple[str, Beside]] = Counter()
     for text in texts:
         module = parse_module(text)
         beside = _Reader(module)
         for op in collectives_of(module):
-            key, times = (op.kind, beside.of(op)), op.trips or 1
+            key: tuple[str, Beside] = (op.kind, beside.of(op))
+            times = op.trips or 1
             counts[key] += times * len(op.tensors)
             sent[key] += times * op.bytes
     order = sorted(counts, key=lambda key: (key[0], BESIDE.index(key[1])))
@@ -71,12 +74,10 @@ class _Reader:
         computation, name = op.computation, op.name
         if not self._is_start(computation, name) and computation in self._callers:
             computation, name = self._callers[computation]  # the pair may be calls of what holds the collective
-            if not self._is_start(computation, name):
-                return "nothing"
         if not self._is_start(computation, name):
             return "nothing"
-        kinds = [self._work(i) for i in self._between(computation, name)]
-        return next((b for b in BESIDE if b in kinds), "nothing")
+        found: list[Beside] = ["nothing", *map(self._work, self._between(computation, name))]
+        return min(found, key=BESIDE.index)
 
     def _is_start(self, computation: str, name: str) -> bool:
         i = self._module.computations[computation][name]
@@ -100,6 +101,8 @@ class _Reader:
                     return found
                 if i.opcode in _PASSED_ON or _continues(i):
                     pending.add(i.name)
+                if i.opcode == "call-update":
+                    found.clear()
             found.append(i)
         return found
 
@@ -122,7 +125,7 @@ def _continues(i: Instruction) -> bool:
     return i.opcode == "fusion" and any(c.startswith("async_collective_fusion") for c in i.callees)
 
 
-_PASSED_ON: Final = frozenset({"get-tuple-element", "tuple", "bitcast", "async-update", "opt-barrier"})
+_PASSED_ON: Final = frozenset({"get-tuple-element", "tuple", "bitcast", "async-update", "call-update", "opt-barrier"})
 _NO_WORK: Final = frozenset(
     {
         "parameter", "constant", "iota", "get-tuple-element", "tuple", "bitcast", "opt-barrier", "after-all", "copy",
@@ -130,5 +133,3 @@ _NO_WORK: Final = frozenset(
     }
 )  # fmt: skip
 _PRODUCT: Final = re.compile(r'custom_call_target="[^"]*(?:gemm|matmul|cublas|cudnn)', re.IGNORECASE)
-
-

@@ -43,7 +43,10 @@ def beside(*between: str, done: str = "%d = f32[64]{0} all-gather-done(%s)") -> 
         ([], "nothing"),
         (["%t = (f32[8]{0}) tuple(%x)", "%c = f32[] constant(0)", "%y = f32[8]{0} copy(%x)"], "nothing"),
         (["%g = f32[8]{0} fusion(%x), kind=kLoop, calls=%plain"], "other work"),
-        (["%g = f32[8]{0} fusion(%x), kind=kLoop, calls=%plain", "%h = f32[8]{0} fusion(%x), calls=%inner"], "a product"),
+        (
+            ["%g = f32[8]{0} fusion(%x), kind=kLoop, calls=%plain", "%h = f32[8]{0} fusion(%x), calls=%inner"],
+            "a product",
+        ),
         (["%g = f32[8]{0} call(%x), to_apply=%inner"], "a product"),
         (['%g = f32[8]{0} custom-call(%x), custom_call_target="__cublas$lt$matmul"'], "a product"),
         (['%g = f32[8]{0} custom-call(%x), custom_call_target="__cudnn$fmhaSoftmax"'], "a product"),
@@ -73,6 +76,19 @@ def test_a_gather_that_fusions_of_tpus_continue_runs_beside_their_products() -> 
         Scheduled("all_gather", "a product", 3, 88080384),
         Scheduled("all_gather", "nothing", 3, 88080384),
     ]
+
+
+def test_collectives_of_sparsecores_begin_when_their_operands_are_there() -> None:
+    assert fixture("tpu_sparsecore") == [
+        Scheduled("all_gather", "nothing", 1, 57344),
+        Scheduled("reduce_scatter", "nothing", 1, 57344),
+    ]
+    start = "%c = ((), ()) call-start(), to_apply=%inner"
+    update = "%u = ((f32[8]{0}), f32[64]{0}) call-update(%s, %x)"
+    fusion = "%g = f32[8]{0} fusion(%x), kind=kLoop, calls=%inner"
+    done = "%d = f32[64]{0} call-done(%u)"
+    assert beside(start, fusion, update, done=done) == [("all_gather", "nothing")]
+    assert beside(start, update, fusion, done=done) == [("all_gather", "a product")]
 
 
 def test_a_collective_inside_of_an_async_computation_is_as_its_call() -> None:
