@@ -35,7 +35,7 @@ help:
 	@echo "make processes   the tests of functions, control flow, random bits, parity ... in 2 processes, of which the tests run a sample"
 	@echo "make without-rules   what is found for each operation whose rule is taken away"
 	@echo "make faults  100 kills and 20 stops of processes at random times, of which the tests run a few"
-	@echo "make ahead   the compilers of GPUs and TPUs, without one, in .venv-ahead: 5 GB of packages, 15 minutes on two cores"
+	@echo "make ahead   the compilers of GPUs and TPUs, without one, in .venv-ahead: 5 GB of packages, some 10 minutes"
 	@echo "make lock   the lock of PY's version, anew from the newest releases"
 	@echo "make lint   ruff and pyright"
 	@echo "make docs   the documentation, into site/"

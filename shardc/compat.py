@@ -21,6 +21,7 @@ import numpy as np
 
 # Why: jax.extend.core names these types but not the constructors that a pass over jaxprs needs.
 from jax._src import api_util as _api_util
+from jax._src import compilation_cache as _cache
 from jax._src import core as _core
 from jax._src import dtypes as _dtypes
 from jax._src import hardware_utils as _hardware
@@ -779,7 +780,19 @@ def gamma_of_each(keys: Any, alphas: Any, log_space: bool) -> Any:
 # Why: only the class of its client tells a compile-only device.
 def is_compile_only(device: Any) -> bool:
     """Whether programs are compiled for a device, and run on none."""
-    return type(getattr(device, "client", None)).__name__ == "CompileOnlyPyClient"
+    return _compiles_only(getattr(device, "client", None))
+
+
+def _compiles_only(client: Any) -> bool:
+    return type(client).__name__ == "CompileOnlyPyClient"
+
+
+# Why: JAX writes an executable of compile-only devices to its compilation cache, and cannot read it from there.
+@contextmanager
+def compiles_again() -> Generator[None, None, None]:
+    """A context in which JAX keeps no executables of compile-only devices."""
+    with _replacing(_cache, "is_cache_used", lambda used: lambda client: not _compiles_only(client) and used(client)):
+        yield
 
 
 _PLUGINS: Final[Mapping[str, Sequence[str]]] = {

@@ -443,7 +443,10 @@ class Executable:
     def compiled(self) -> Any:
         """JAX's compiled object."""
         with without_mesh(), line_if_long(f"compiling {self.plan.program.name}"):
-            return self.lowered.compile()
+            if not self.absent:
+                return self.lowered.compile()
+            with compat.compiles_again():
+                return self.lowered.compile()
 
     def hlo(self) -> str:
         """The optimized HLO of the program that runs."""
