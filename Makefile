@@ -20,7 +20,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 JOBS ?= 2
 ARGS ?=
 
-.PHONY: help demo demo-pipeline demo-processes test turn every oldest everything harnesses processes faults without-rules newest lock lint docs pictures bench gpu clean
+.PHONY: help demo demo-pipeline demo-processes test turn every oldest everything harnesses processes faults ahead without-rules newest lock lint docs pictures bench gpu clean
 
 help:
 	@echo "make demo   train a small GPT-2 on eight fake devices: plan, audit, falling loss, a sample of text"
@@ -35,6 +35,7 @@ help:
 	@echo "make processes   the tests of functions, control flow, random bits, parity ... in 2 processes, of which the tests run a sample"
 	@echo "make without-rules   what is found for each operation whose rule is taken away"
 	@echo "make faults  100 kills and 20 stops of processes at random times, of which the tests run a few"
+	@echo "make ahead   the compilers of GPUs and TPUs, without one, in .venv-ahead: 5 GB of packages, some 10 minutes"
 	@echo "make lock   the lock of PY's version, anew from the newest releases"
 	@echo "make lint   ruff and pyright"
 	@echo "make docs   the documentation, into site/"
@@ -112,11 +113,15 @@ bench: $(VENV)/.has-examples
 faults: $(VENV)/.has-dev
 	$(BIN)/python -m tests.processes.faults --jobs $(JOBS) $(ARGS)
 
+ahead:
+	@$(MAKE) VENV=.venv-ahead .venv-ahead/.has-dev .venv-ahead/.has-cuda .venv-ahead/.has-tpu
+	.venv-ahead/bin/python -m pytest tests/whole/test_ahead.py $(ARGS)
+
 gpu:
 	PYTHONPATH=. $(PY) -m benchmarks.gpu $(ARGS)
 
 clean:
-	rm -rf $(VENV) .venv-oldest .venv-newest .venv-lock site .pytest_cache .ruff_cache .hypothesis .cache
+	rm -rf $(VENV) .venv-oldest .venv-newest .venv-lock .venv-ahead site .pytest_cache .ruff_cache .hypothesis .cache
 
 $(BIN)/python:
 	@test -n "$(PY)" || { echo "shardc wants Python 3.11, 3.12 or 3.13, with venv; found none. Say where one is: make PY=/path/to/python3"; exit 1; }

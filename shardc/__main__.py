@@ -24,6 +24,7 @@ _COMMANDS: Final = {
     "show": ("plans", "where arguments and results live, and what a device holds"),
     "diff": ("plans", "the differences between two plans, or to another machine"),
     "report": ("plans", "a page about a plan, to open in a browser"),
+    "compile": ("ahead", "compile, for a machine that is there or not: audit, memory, overlap"),
     "tune": ("tune", "choose the mesh: plan a function on all meshes, and rank them"),
     "schedule": ("schedule", "show a pipeline schedule: its grid over time, bubble, messages"),
     "run": ("run", "run a script in several processes"),

@@ -44,7 +44,8 @@ from shardc.execute.executable import Executable
 from shardc.ir.program import Program
 from shardc.ir.user_shard_map import explicit_mesh_of
 from shardc.ir.walk import all_eqns
-from shardc.machine.mesh import AnyMesh, as_it_is_set, auto_mesh, view, without_mesh
+from shardc.machine.ahead import with_devices
+from shardc.machine.mesh import AnyMesh, as_it_is_set, auto_mesh, meshes_along, view, without_mesh
 from shardc.passes import after_trace
 from shardc.passes.rewrite.share_loops import devices_along
 from shardc.passes.trace.canonicalize import EVERY
@@ -273,22 +274,44 @@ class Function:
     def compile(self, *args: Any, **kwargs: Any) -> AnyCompiled:
         """Plans and compiles a call without running it.
 
+        On a mesh of `make_mesh(topology=...)` XLA's compiler for that machine compiles, and nothing can be called: its
+        audit, HLO and memory are those of the machine.
+
         Returns:
           A `Compiled`, or a `CompiledPipeline`: called like the function, for calls of these shapes alone.
+
+        Raises:
+          MeshError: JAX's plugin for the machine that the mesh names is not installed.
         """
         with self._arguments.opened(args, kwargs) as opened:
             call = self._arguments.bind(opened.args, opened.kwargs)
-            plan = self._plan(call)
-        made_for = call.tree, call.constants
-        executable = self._executable(plan)
-        _ = executable.compiled
+            notify_called(self, call)
+            return self.compile_of(call)
+
+    def compile_of(self, call: Call) -> AnyCompiled:
+        """A call compiled; for compile-only devices if the mesh has none."""
+        meshes = self._meshes_to_compile_for()
+        plan, made_for = self.plan_of(call), (call.tree, call.constants)
+        executable = self._executable(plan, meshes)
         if isinstance(plan, Plan):
             assert isinstance(executable, Executable)
+            _ = executable.compiled
             return Compiled(self._arguments, made_for, executable, plan)
         from shardc.pipelines import CompiledPipeline
 
         assert not isinstance(executable, Executable)
+        if executable.absent:
+            executable.compile_tasks()
+        else:
+            _ = executable.compiled
         return CompiledPipeline(self._arguments, made_for, executable, plan)
+
+    def _meshes_to_compile_for(self) -> Sequence[AnyMesh]:
+        """The mesh, or those of a pipeline's ranks, with compile-only devices in place of none."""
+        pipeline = self._options.pipeline
+        if isinstance(self.mesh, AbstractMesh) and pipeline is not None and pipeline.meshes is None:
+            return meshes_along(with_devices(self.mesh), pipeline.axis)
+        return [with_devices(mesh) for mesh in self.meshes]
 
     def _plain(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Under `jax.disable_jit()`: the function itself, operation by operation, on one device."""
@@ -321,8 +344,9 @@ class Function:
 
     # -- what calls are planned and compiled as, each kept
 
-    def _executable(self, plan: AnyPlan) -> AnyExecutable:
-        mesh = as_it_is_set(self.mesh)
+    def _executable(self, plan: AnyPlan, meshes: Sequence[AnyMesh] = ()) -> AnyExecutable:
+        meshes = meshes or self.meshes
+        mesh = as_it_is_set(meshes[0])
         if (id(plan), mesh) not in self._executables:
             with without_mesh():
                 if isinstance(plan, Plan):
@@ -330,8 +354,7 @@ class Function:
                 else:
                     from shardc.execute.pipeline_executable import PipelineExecutable
 
-                    assert self._ranks is not None
-                    made = PipelineExecutable(plan, self._ranks)
+                    made = PipelineExecutable(plan, meshes)
                 if self._forbidden:
                     from shardc.report.refused.forbidden_moves import refuse_compiled
 
@@ -521,7 +544,7 @@ class Function:
             key: [replace(k, plan=plans[id(k.plan)]) for k in known if id(k.plan) in plans]
             for key, known in self._plans.items()
         }
-        self._executables = {(id(e.plan), as_it_is_set(self.mesh)): e for e in made.values()}
+        self._executables = {(id(e.plan), as_it_is_set(self.meshes[0])): e for e in made.values()}
         self._cached_calls = CallCache(self._arguments)
         self._moved_from.append(old)
         return mover(old, new)
@@ -534,9 +557,15 @@ class Function:
 
     def plan_on(self, call: Call, mesh: AnyMesh) -> AnyPlan:
         """The plan of a call on another mesh, wherever its arguments are now."""
+        return self._same_on(mesh).plan_of(_unplaced(call))
+
+    def compile_on(self, call: Call, mesh: AnyMesh) -> AnyCompiled:
+        """A call compiled for another mesh, wherever its arguments are now."""
+        return self._same_on(mesh).compile_of(_unplaced(call))
+
+    def _same_on(self, mesh: AnyMesh) -> Function:
         pipeline = self._options.pipeline
-        made = self.on(mesh, pipeline and replace(pipeline, meshes=None))
-        return made.plan_of(replace(call, leaves=tuple(map(abstract, call.leaves))))
+        return self.on(mesh, pipeline and replace(pipeline, meshes=None))
 
     def on(self, mesh: AnyMesh, pipeline: Pipeline | None = None) -> Function:
         """This function on another mesh, or as a pipeline. Traced programs are kept."""
@@ -558,6 +587,11 @@ class Function:
             program = self._program(self._typed(call, nowhere), nowhere)
         into, out = self._pins(call, program)
         return program, [*into.pins, *out.pins]
+
+
+def _unplaced(call: Call) -> Call:
+    """A call whose arrays have types and no places."""
+    return replace(call, leaves=tuple(map(abstract, call.leaves)))
 
 
 @compat.api_boundary

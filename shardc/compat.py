@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 import inspect
 import logging
 import os
@@ -20,8 +21,10 @@ import numpy as np
 
 # Why: jax.extend.core names these types but not the constructors that a pass over jaxprs needs.
 from jax._src import api_util as _api_util
+from jax._src import compilation_cache as _cache
 from jax._src import core as _core
 from jax._src import dtypes as _dtypes
+from jax._src import hardware_utils as _hardware
 from jax._src import source_info_util as _source_info_util
 from jax._src import traceback_util as _traceback_util
 from jax._src.array import ArrayImpl as _Array
@@ -34,6 +37,7 @@ from jax._src.lib import xla_client as _xla
 from jax._src.random import core as _random
 from jax._src.random import prng as _prng
 from jax._src.state import discharge as _discharge
+from jax.experimental import topologies
 from jax.extend import core as jex
 
 if TYPE_CHECKING:
@@ -771,3 +775,85 @@ def gamma_of_each(keys: Any, alphas: Any, log_space: bool) -> Any:
     else:
         samples = jax.lax.map(lambda xs: one(*xs), pair)  # with other generators a batch of keys makes other bits
     return samples.reshape(alphas.shape)
+
+
+# Why: only the class of its client tells a compile-only device.
+def is_compile_only(device: Any) -> bool:
+    """Whether programs are compiled for a device, and run on none."""
+    return _compiles_only(getattr(device, "client", None))
+
+
+def _compiles_only(client: Any) -> bool:
+    return type(client).__name__ == "CompileOnlyPyClient"
+
+
+# Why: JAX writes an executable of compile-only devices to its compilation cache, and cannot read it from there.
+@contextmanager
+def compiles_again() -> Generator[None, None, None]:
+    """A context in which JAX keeps no executables of compile-only devices."""
+    with _replacing(_cache, "is_cache_used", lambda used: lambda client: not _compiles_only(client) and used(client)):
+        yield
+
+
+_PLUGINS: Final[Mapping[str, Sequence[str]]] = {
+    "cuda": ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12"),
+    "tpu": ("libtpu",),
+}
+
+
+def has_plugin(platform: str) -> bool:
+    """Whether JAX's plugin for `cuda` or `tpu` is installed."""
+    return bool(_plugins(platform))
+
+
+def _plugins(platform: str) -> list[str]:
+    """The modules of JAX's plugins for a platform that are installed."""
+    there = [m for m in _PLUGINS[platform] if importlib.util.find_spec(m.partition(".")[0])]
+    return [m for m in there if importlib.util.find_spec(m)]
+
+
+# Why: a plugin looks for its devices when it is loaded: that for CUDA registers nothing where the driver is missing,
+# and libtpu asks the machine which slice it is in.
+def compile_only_devices(platform: str, name: str, **options: Any) -> list[Any]:
+    """The devices of a machine that XLA compiles for and that is not there.
+
+    Args:
+      platform: `cuda` or `tpu`, whose plugin is installed.
+      name, options: as `jax.experimental.topologies.get_topology_desc` has them.
+
+    Raises:
+      jax.errors.JaxRuntimeError: the plugin knows no such machine.
+    """
+    find = functools.partial(topologies.get_topology_desc, name, platform, **options)
+    if platform == "tpu":
+        with _alone():
+            return list(find().devices)
+    try:
+        return list(find().devices)
+    except NotImplementedError:  # JAX has found no driver
+        plugin = importlib.import_module(_plugins(platform)[0])
+        with _replacing(plugin, "_check_cuda_versions", lambda _: lambda **_: None):
+            plugin.initialize()
+        return list(find().devices)
+
+
+@contextmanager
+def _alone() -> Generator[None, None, None]:
+    """A context in which libtpu takes a machine without chips for a host of its own. It reads this once."""
+    chips, _ = _hardware.num_available_tpu_chips_and_device_id()
+    wanted = {} if chips else {name: value for name, value in _NO_CHIPS.items() if name not in os.environ}
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        for each in wanted:
+            del os.environ[each]
+
+
+_NO_CHIPS: Final = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_WORKER_ID": "0",
+    "TPU_ACCELERATOR_TYPE": "v5p-8",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # chips belong to one process, and there are none
+}

@@ -14,7 +14,7 @@ from shardc.arrays.fetch import values
 from shardc.arrays.placed import as_jax, leaf_aval
 from shardc.calls.opened import STRUCTURE
 from shardc.calls.openers import OpenArguments
-from shardc.errors import all_offenders
+from shardc.errors import MeshError, all_offenders
 from shardc.execute.call_cache import CallCache
 from shardc.execute.executable import Executable, OtherCallError
 from shardc.execute.in_turn import in_turn
@@ -163,10 +163,25 @@ class Compiled(CompiledCall[Executable, Plan]):
 
 
 def run(executable: Executable | PipelineExecutable, call: Call) -> Any:
-    """Runs a call, and gives the result in its structure."""
+    """Runs a call, and gives the result in its structure.
+
+    Raises:
+      MeshError: the plan is compiled for a machine that is not there.
+    """
+    refuse_absent(executable)
     arrays = [x for x in call.leaves if is_array(x)]
     out = in_turn(executable, arrays, lambda: executable(arrays))
     return jax.tree.unflatten(executable.plan.program.out_tree, out)
+
+
+def refuse_absent(executable: Executable | PipelineExecutable) -> None:
+    """Raises MeshError for a call of what is compiled for a machine that is not there."""
+    if executable.absent:
+        plan = executable.plan
+        raise MeshError(
+            f"{plan.program.name} is compiled for {plan.mesh}, and has no devices to run on: audit(), hlo() and "
+            "memory_stats() are those of that machine. To run it there, make the mesh without topology=."
+        )
 
 
 def _aval_text(aval: Any, weak: bool) -> str:

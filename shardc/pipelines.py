@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import jax
 
 from shardc import compat
-from shardc.compiled import CompiledCall
+from shardc.compiled import CompiledCall, refuse_absent
 from shardc.errors import PipelineError, writing
 from shardc.execute.pipeline_executable import PipelineExecutable
 from shardc.passes.trace.trace import is_array
@@ -95,6 +95,7 @@ class CompiledPipeline(CompiledCall[PipelineExecutable, "PipelinePlan"], Drawn):
 
         It is slower than a plain call: nothing is launched ahead. Gives what the call gives.
         """
+        refuse_absent(self.executable)
         leaves = [x for x in self._taken_apart(args, kwargs).leaves if is_array(x)]
         return jax.tree.unflatten(self.plan.program.out_tree, self.executable.measure(leaves))
 

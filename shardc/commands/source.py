@@ -30,7 +30,7 @@ from shardc.errors import ArgumentError, MeshError, ShardcError, causes, did_you
 from shardc.flows import Flow
 from shardc.launch.child import run_script
 from shardc.launch.job import Script
-from shardc.machine.mesh import make_mesh, view
+from shardc.machine.mesh import AnyMesh, make_mesh, view
 from shardc.machine.topology import parse_topology
 from shardc.passes.trace.trace import where_of
 from shardc.plan.saved_plan import SavedPlan, load_plan
@@ -173,16 +173,25 @@ class FirstCall:
 
     def plan(self) -> Any:
         """The plan of the call; on the mesh that the command line names, if it names one."""
+        mesh = self._other_mesh()
+        return self.function.plan_of(*self.call) if mesh is None else self.function.plan_on(self.call[0], mesh)
+
+    def compiled(self) -> Any:
+        """The call compiled; for the mesh that the command line names, if it names one."""
+        function, mesh = self.of_one_function("shardc compile"), self._other_mesh()
+        return function.compile_of(*self.call) if mesh is None else function.compile_on(self.call[0], mesh)
+
+    def _other_mesh(self) -> AnyMesh | None:
         axes, topology = self.source.axes, self.source.topology
         if axes is None and topology is None:
-            return self.function.plan_of(*self.call)
+            return None
         function = self.of_one_function("another mesh")
         machine = topology or view(function.mesh).topology.kind
         mesh = make_mesh(topology=machine, **(axes or dict(function.mesh.shape)))
         there = math.prod(parse_topology(machine).shape)
         if mesh.size < there:
             click.echo(f"The mesh has {mesh.size} of the {there} devices of {machine}.", err=True)
-        return function.plan_on(self.call[0], mesh)
+        return mesh
 
     def of_one_function(self, what: str) -> Function:
         """The function that is called.

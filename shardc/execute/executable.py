@@ -27,10 +27,12 @@ from shardc.ir.host_callback import CALLBACKS, kept_text, raise_kept
 from shardc.ir.memory_move import MEMORY_KIND
 from shardc.ir.program import Program
 from shardc.ir.walk import all_eqns
+from shardc.machine.ahead import is_absent
 from shardc.machine.devices import is_remote, processes_of
 from shardc.machine.launch_order import in_launch_order, ordered_devices
 from shardc.machine.mesh import AnyMesh, without_mesh
 from shardc.passes.audit.audit import Audit, audit
+from shardc.passes.audit.hlo_schedule import Scheduled, read_schedule
 from shardc.passes.lower.lower import Lowering
 from shardc.passes.trace.trace import settings
 from shardc.plan.digest import digest_of
@@ -83,6 +85,7 @@ class Executable:
 
     Attributes:
       moves_arguments: False: arrays that live elsewhere than planned are refused.
+      absent: whether it is compiled for a machine that is not there.
     """
 
     moves_arguments = False
@@ -104,6 +107,7 @@ class Executable:
         if is_remote(mesh.devices.flat):
             raise MeshError(f"{plan.program.name}: its mesh ({plan.mesh}) {other_runtimes_text(mesh)}")
         self.plan, self.mesh = plan, mesh
+        self.absent = is_absent(mesh)
         self._sizes = plan.mesh.sizes
         self._inputs = places(plan.program.in_avals, mesh, plan.inputs)
         self._outputs = places(plan.program.out_avals, mesh, plan.outputs)
@@ -135,8 +139,8 @@ class Executable:
         self._jitted, self._keeping = jit(donate_argnums=tuple(range(len(taken)))), jit()
         self._all_plain = all(p.is_plain for p in self._outputs)
         first = len(self._inputs) - len(plan.program.captured)
-        captured = [self.enter(i, x) for i, x in enumerate(plan.program.captured, first)]
-        self._captured = [put_whole(x, s) for x, s in zip(captured, self.in_shardings[first:], strict=True)]
+        captured = () if self.absent else [self.enter(i, x) for i, x in enumerate(plan.program.captured, first)]
+        self._captured = [put_whole(x, s) for x, s in zip(captured, self.in_shardings[first:], strict=False)]
 
     @cached_property
     def agreement(self) -> Agreement | None:
@@ -420,7 +424,10 @@ class Executable:
     def compiled(self) -> Any:
         """JAX's compiled object."""
         with without_mesh(), line_if_long(f"compiling {self.plan.program.name}"):
-            return self.lowered.compile()
+            if not self.absent:
+                return self.lowered.compile()
+            with compat.compiles_again():
+                return self.lowered.compile()
 
     def hlo(self) -> str:
         """The optimized HLO of the program that runs."""
@@ -434,6 +441,10 @@ class Executable:
         """Compare the collectives in the compiled HLO with the plan's."""
         platform = self.mesh.devices.flat[0].platform
         return audit(self.plan.collectives, self.hlo(), self._sizes, platform=platform)
+
+    def schedule(self) -> list[Scheduled]:
+        """The collectives of the compiled program, and what it runs beside them."""
+        return read_schedule([self.hlo()])
 
 
 def _holds(kind: str, x: jax.Array) -> bool:

@@ -32,8 +32,10 @@ from shardc.execute.stage_io import PiecedArrays, channel_ways
 from shardc.execute.ways import Ways, WaysCodec
 from shardc.ir.host_callback import CALLBACKS
 from shardc.ir.walk import all_eqns
+from shardc.machine.ahead import is_absent
 from shardc.machine.mesh import AnyMesh, note_stages
 from shardc.passes.audit.audit import Audit, audit_all
+from shardc.passes.audit.hlo_schedule import Scheduled, read_schedule
 from shardc.passes.trace.trace import settings
 from shardc.pipeline.cut.split_tasks import INDEX, StageTask
 from shardc.pipeline.cut_search.split_scans import Piece
@@ -95,6 +97,7 @@ class PipelineExecutable:
 
     Attributes:
       moves_arguments: True: its stages take an array from wherever it is.
+      absent: whether it is compiled for a machine that is not there.
     """
 
     moves_arguments = True
@@ -121,7 +124,8 @@ class PipelineExecutable:
         self.meshes: list[Any] = [meshes[s.rank] for s in plan.stages]
         for mesh in dict.fromkeys(self.meshes):
             note_stages(mesh, [s.number for s in plan.stages if meshes[s.rank] == mesh])
-        here = {meshes[r] for r in range(len(meshes)) if self.places.is_here(r)}
+        self.absent = is_absent(self.meshes[0])
+        here = {meshes[r] for r in range(len(meshes)) if self.places.is_here(r) and not self.absent}
         count = plan.cut.loop.length
         numbers = {m: _numbers(count, m) if m in here else [] for m in dict.fromkeys(self.meshes)}
         self._states = [_StageState(s, m, numbers[m]) for s, m in zip(plan.stages, self.meshes, strict=True)]
@@ -193,12 +197,7 @@ class PipelineExecutable:
             self.agreement.agree_on_plan()
             what = f"{plan.program.name}: its stages"
             remote = NetworkRun(plan.network, plan.digest, self.places.of_rank, WaysCodec(self._ways), what)
-        executables = self._task_executables()
-        with line_if_long(f"compiling the {len(executables)} programs of {plan.program.name}"):
-            for e in executables:  # in this thread, because JAX's settings are per thread
-                _ = e.lowered
-            with ThreadPoolExecutor(2) as pool:
-                list(pool.map(lambda e: e.compiled, executables))
+        self.compile_tasks()
         tokens = {s.label: [None] * len(s.gives) for row in plan.network.actors for s in row}
         programs = 3 if any(w is not None and w.boxes for w in self._ways) else 1  # a step's own, before and after it
         window = max(1, IN_FLIGHT // plan.schedule.ranks // programs)
@@ -218,6 +217,15 @@ class PipelineExecutable:
                 raise
         self._remote = remote
         return executor
+
+    def compile_tasks(self) -> None:
+        """Compile all programs of this process."""
+        executables = self._task_executables()
+        with line_if_long(f"compiling the {len(executables)} programs of {self.plan.program.name}"):
+            for e in executables:  # in this thread, because JAX's settings are per thread
+                _ = e.lowered
+            with ThreadPoolExecutor(2) as pool:
+                list(pool.map(lambda e: e.compiled, executables))
 
     @cached_property
     def _steps(self) -> Mapping[Any, StepValues]:
@@ -505,6 +513,10 @@ class PipelineExecutable:
         where = f"process {self.places.me}" if self.places.are_several else ""
         crossed, planned = sum(w.sent for w in ways), sum(w.planned for w in ways)
         return replace(whole, where=where, crossed=crossed, planned_crossed=planned)
+
+    def schedule(self) -> list[Scheduled]:
+        """The collectives of every task of this process, once each, and what it runs beside them."""
+        return read_schedule(e.hlo() for e in self._task_executables())
 
 
 def _numbers(microbatches: int, mesh: Mesh) -> list[jax.Array]:

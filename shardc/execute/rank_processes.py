@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 
 from shardc.errors import MeshError, all_offenders
 from shardc.execute.executable import other_runtimes_text
+from shardc.machine.ahead import is_absent
 from shardc.machine.devices import me, processes_of, runtimes_of
 from shardc.runtime.calls import processes_text
 
@@ -29,7 +30,7 @@ class RankProcesses:
 
     @classmethod
     def of(cls, meshes: Sequence[Any], where: str) -> RankProcesses:
-        """The processes of the ranks on these meshes.
+        """The processes of the ranks on these meshes. This one compiles all ranks of a machine that is not there.
 
         Raises:
           MeshError: a rank's mesh has devices of several JAX runtimes; or two ranks share some processes and not all,
@@ -53,6 +54,8 @@ class RankProcesses:
                 "number of processes or is divided by it:"
             )
             raise MeshError(all_offenders(head, wrong))
+        if is_absent(meshes[0]):
+            return cls(((me(),),) * len(meshes), me())
         made = cls(found, me())
         if not made.are_several and made.me not in made.all:
             raise MeshError(

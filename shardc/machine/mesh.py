@@ -256,7 +256,7 @@ def choose_devices(devices: Sequence[Any], axes: Mapping[str, int]) -> list[Any]
     Raises:
       MeshError: there are too few devices, or not the same number of each process.
     """
-    found, need = sorted(devices, key=_along_links), math.prod(axes.values())
+    found, need = sorted(devices, key=along_links), math.prod(axes.values())
     processes = len({process_of(d) for d in found})
     if need > len(found):
         where = "this machine has" if processes == 1 else f"the {processes} processes of this run have"
@@ -377,6 +377,11 @@ def _are_near(one: AnyMesh, other: AnyMesh) -> bool:
     return len(kinds) < 2 or (kinds[0] == kinds[1] and bool(kinds[0][2]))
 
 
+def is_topology(mesh: AbstractMesh) -> bool:
+    """Whether a mesh is one of `make_mesh(topology=...)`, or a part of it."""
+    return mesh.abstract_device is not None and mesh.abstract_device.platform == _OURS
+
+
 def _with_memory(
     axes: tuple[tuple[str, int], ...], machine: Topology, given: int | None, known: bool = True
 ) -> MeshView:
@@ -440,10 +445,10 @@ def places_of(
     return found
 
 
-def _along_links(device: Any) -> tuple[int, ...]:
+def along_links(device: Any) -> tuple[int, ...]:
     """Sort key: devices of a torus by coordinates, those in a chip fastest, then the first one; others by process and
     number."""
-    place = getattr(device, "coords", None)
+    place = getattr(device, "coords", None) if device.platform == "tpu" else None
     at = (process_of(device), device.id) if place is None else (*place[::-1], getattr(device, "core_on_chip", 0))
     return (domain_of(device) or 0, *at)
 

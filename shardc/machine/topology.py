@@ -398,6 +398,12 @@ def default_spans(machine: Topology, axes: Sequence[tuple[str, int]]) -> dict[st
     return dict(lay_out(replace(machine, shape=shape), axes))
 
 
+def shape_of(machine: Topology, axes: Sequence[tuple[str, int]]) -> tuple[int, ...]:
+    """The shape that the layout of a mesh counts on: the given one, else that in which devices fill switches; empty on
+    a torus, where each axis is a ring of its own."""
+    return machine.shape or (() if machine.pod else tuple(_fill(machine, axes)[0]))
+
+
 def default_shape(machine: Topology, devices: int) -> tuple[int, ...]:
     """The shape of so many devices on switches: of each fabric the largest part that divides what is left."""
     shape, _ = _fill(machine, [("", devices)])

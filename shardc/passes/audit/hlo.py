@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Final, NamedTuple
 
@@ -58,6 +58,7 @@ class HloCollective:
       name: of the instruction.
       looped: it is in a loop.
       added: it belongs to a rewrite of the backend (the permute after XLA:TPU's all-reduce-scatter).
+      computation: the one that it is in.
     """
 
     kind: str
@@ -68,6 +69,7 @@ class HloCollective:
     name: str
     looped: bool = False
     added: bool = False
+    computation: str = field(default="", compare=False)
 
     @property
     def bytes(self) -> int:
@@ -87,7 +89,11 @@ def parse_collectives(text: str) -> list[HloCollective]:
 
     An instruction that is reached from two places is listed once for each.
     """
-    module = parse_module(text)
+    return collectives_of(parse_module(text))
+
+
+def collectives_of(module: Module) -> list[HloCollective]:
+    """The collectives of a parsed module."""
     return list(_walk(module, module.entry, 1, looped=False))
 
 
@@ -147,7 +153,7 @@ def _collective(
     operands = _whole_operands(module, computation, i, opcode)
     tensors = tuple(_tensor(module, computation, i, n, operand, sent) for operand in operands)
     added = kind == "permute" and _comes_from_scatter_fusion(module, computation, i)
-    return HloCollective(kind, groups, tensors, trips, module.source(i), i.name, looped, added)
+    return HloCollective(kind, groups, tensors, trips, module.source(i), i.name, looped, added, computation)
 
 
 def _whole_operands(module: Module, computation: str, i: Instruction, opcode: str) -> list[Operand]:

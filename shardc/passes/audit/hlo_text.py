@@ -51,7 +51,7 @@ class Instruction:
         """Computations that it runs, without those that reduce scalars; of an asynchronous pair the start runs them."""
         if self.opcode.endswith(("-done", "-update")):
             return []
-        pattern = _APPLIED if self.opcode == "call" else _CALLEES
+        pattern = _APPLIED if self.opcode in ("call", "call-start") else _CALLEES
         return [name for names in pattern.findall(self.attributes) for name in re.findall(r"[\w.\-]+", names)]
 
     def callee(self, attribute: str) -> str:

@@ -260,3 +260,11 @@ def test_forms_that_no_compiler_here_prints():
 def test_text_that_is_not_hlo():
     with pytest.raises(ValueError, match="no ENTRY computation"):
         parse_collectives("module @jit_f {}")
+
+
+def test_collectives_that_tpus_give_to_sparsecores():
+    found = fixture("tpu_sparsecore")
+    assert [(c.kind, c.groups, c.bytes) for c in found] == [
+        ("all_gather", ALL, 57344),
+        ("reduce_scatter", ALL, 57344),
+    ]
