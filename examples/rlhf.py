@@ -215,7 +215,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--config", choices=CONFIGS, default="tiny")
     add("--checkpoints", metavar="FOLDER", help="go on from the last one")
     options = parser.parse_args(argv)
-    if "JAX_NUM_CPU_DEVICES" not in os.environ and jax.config.jax_platforms in (None, "cpu"):
+    if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):  # the launcher has said it
         fake_cpu_devices(8)
     cfg = CONFIGS[options.config]
     train, start = make_flow(cfg, Meshes.of(shardc.devices()))

@@ -42,6 +42,7 @@ from shardc.execute.remote_values import bring, whole
 from shardc.machine.devices import me
 from shardc.passes.trace.trace import is_array
 from shardc.runtime.calls import processes_text, refuse_unlike
+from shardc.sbp.signature import is_extended
 
 _log: Final = logging.getLogger("shardc")
 _HAS: Final = "the values that it has"
@@ -351,7 +352,11 @@ class FlowProcesses:
         Args:
           logs: with the results of nodes of this process.
         """
-        return self.tell([Told((n, i), n.results[i], self._processes_of(n), xs) for (n, i), xs in logs.items()])
+        found = self.tell([Told((n, i), n.results[i], self._processes_of(n), xs) for (n, i), xs in logs.items()])
+        return {
+            (n, i): xs if self._is_here(n) else [_elsewhere(n.results[i], n.work.gives[i], (x,)) for x in xs]
+            for (n, i), xs in found.items()
+        }
 
     def _processes_of(self, node: FlowNode) -> Sequence[int]:
         return self._built.processes_of(node)
@@ -384,8 +389,8 @@ def _at(place: Place, aval: Any, x: Any) -> Any:
 
 
 def _elsewhere(aval: Any, place: Place, told: Sequence[Any]) -> Any:
-    """An array that other processes have, of which they may have told the value."""
-    if not isinstance(place.mesh, Mesh) or place.placement is None:
+    """An array that other processes have, of which they may have told the value: fetching it is a call of all."""
+    if not isinstance(place.mesh, Mesh) or place.placement is None or is_extended(aval.dtype):
         return told[0]
     arrival = Arrival(lambda: np.asarray(told[0])) if told else None
     return RemoteArray(aval, place.placement, place.mesh, arrival)
