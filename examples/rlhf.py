@@ -1,8 +1,8 @@
 """RLHF in small: a policy writes, a judge rewards, a learner learns, each on a mesh of its own, in one process or many.
 
     python -m examples.rlhf                                                     # 8 fake devices, one process
-    python -m shardc run --processes 4 --devices 2 -m examples.rlhf             # the same over four
-    python -m shardc run --processes 4 --devices 2 --restarts 3 -m examples.rlhf --checkpoints folder
+    python -m shardc run --processes 4 --islands 2 --devices 2 -m examples.rlhf # the same over four, learner in two
+    python -m shardc run --processes 4 --islands 2 --devices 2 --restarts 3 -m examples.rlhf --checkpoints folder
 
 The policy is a small transformer that writes token by token with a cache of keys and values. The judge likes rows in
 which each token is the one before it plus 1. The learner holds parameters and optimizer state split over its devices
@@ -161,7 +161,8 @@ def make_learner(cfg: Config) -> tuple[Callable, Callable]:
 
 @dataclass(frozen=True)
 class Meshes:
-    """The devices of each: a quarter, a quarter and a half."""
+    """The devices of each: policy and judge take turns in the first half, so that they are in the same processes, and the
+    learner has the second half."""
 
     policy: Mesh
     judge: Mesh
@@ -169,8 +170,8 @@ class Meshes:
 
     @classmethod
     def of(cls, devices: Sequence[Any]) -> Meshes:
-        some, n = np.array(devices), len(devices) // 4
-        return cls(*(Mesh(some[a * n : b * n], ("data",)) for a, b in ((0, 1), (1, 2), (2, 4))))
+        some, half = np.array(devices), len(devices) // 2
+        return cls(*(Mesh(part, ("data",)) for part in (some[:half:2], some[1:half:2], some[half:])))
 
 
 def make_flow(cfg: Config, meshes: Meshes) -> tuple[Any, Callable[[], Any]]:

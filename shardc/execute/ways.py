@@ -452,7 +452,9 @@ class _Crossing:
         pairs = [(i, w, c) for i, (w, c) in enumerate(zip(self._ways, self._cuts, strict=True))]
         self._parted = [i for i, w, c in pairs if not (len(c) == 1 and c[0].leaves_whole(w))]
         self._joined = [i for i, w, c in pairs if not (len(c) == 1 and c[0].arrives_whole(w))]
-        self._alike = [i for i, _, c in pairs if i not in {*self._parted, *self._joined} and c[0].is_in_order()]
+        whole = {i for i, *_ in pairs} - {*self._parted, *self._joined}
+        alone = len({*given.processes, *taken.processes}) == 1  # JAX copies no array of which others have a part
+        self._alike = [i for i, _, c in pairs if alone and i in whole and c[0].is_in_order()]
         self._copy_alike = compat.copies_to([self._ways[i].arrived[1] for i in self._alike])
         self._blank: dict[tuple[int, Local, Any], Any] = {}
         self._copy = compat.copies_to([SingleDeviceSharding(self._targets[t]) for *_, t in self._copies])
