@@ -161,7 +161,7 @@ def make_learner(cfg: Config) -> tuple[Callable, Callable]:
 
 @dataclass(frozen=True)
 class Meshes:
-    """The devices of each: policy and judge take turns in the first half, so that they are in the same processes, and the
+    """The devices of each: policy and judge take turns in the first half, so that they are in the same processes; the
     learner has the second half."""
 
     policy: Mesh
