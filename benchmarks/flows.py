@@ -157,7 +157,7 @@ def parts(calls: int) -> dict[str, float]:
     plan = flow.plan(np.float32(0))
     reading, stepping = (n.work for n in plan.nodes[1:])
     here, there = np.float32(0), step(np.float32(0))
-    moves = [giving(ways_of(e, None, None, False)) for e in plan.edges if e.moves]
+    moves = [giving(ways_of(e, None, None, False), near=True) for e in plan.edges if e.moves]
     to_host, to_mesh = (next(m for m, e in zip(moves, plan.edges, strict=False) if e.giver.name == n)
                         for n in ("add_one#2", "add_one"))  # fmt: skip
 

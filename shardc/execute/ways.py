@@ -201,6 +201,17 @@ class Way:
         shape = physical_shape(self.plan.shape, self.plan.arrives, self.taken.sizes)
         return shape, NamedSharding(mesh, physical_spec(self.plan.arrives))
 
+    @cached_property
+    def is_empty(self) -> bool:
+        """Whether an array without elements goes to another mesh: nothing is sent."""
+        return 0 in self.given.shape and not (self.given.on_host or self.taken.on_host or self.is_within)
+
+    def nothing(self) -> jax.Array:
+        """An array without elements, as it arrives. No program makes it: in jax 0.10 results without elements have
+        another sharding than their pieces."""
+        shape, sharding = self.arrived
+        return jax.make_array_from_callback(shape, sharding, lambda at: np.zeros(shape, self.given.words[1])[at])
+
     @property
     def is_finished(self) -> bool:
         """Whether what has arrived is what is taken."""
@@ -311,6 +322,8 @@ class Ways:
             for i, w in enumerate(self.ways):
                 if not w.stays and w.given.on_host and not w.taken.on_host:
                     left[i] = words(w.entered(left[i]))
+                elif w.is_empty:
+                    left[i] = w.nothing()
             if self._crossing:
                 moved = [left[i] for i in self._crossing]
                 for i, x in zip(self._crossing, self._cross(moved), strict=True):
@@ -329,7 +342,7 @@ class Ways:
         """The values that cross from devices to devices."""
         return [
             i for i, w in enumerate(self.ways)
-            if not (w.stays or w.is_within or w.given.on_host or w.taken.on_host)
+            if not (w.stays or w.is_within or w.is_empty or w.given.on_host or w.taken.on_host)
         ]  # fmt: skip
 
     @cached_property

@@ -341,15 +341,15 @@ class _Nested:
         self.refused: set[int] = set()
         self.scopes: list[_Scope] = []
         for body in self.bodies:
-            for _, n in body.inputs[body.rows_at :]:
-                if (held := self.operands[n]) is not None and len(held.factors[0]) > 1:
+            for at, (_, n) in enumerate(body.inputs):
+                if at >= body.rows_at and (held := self.operands[n]) is not None and len(held.factors[0]) > 1:
                     self.operands[n] = None  # the dimension of the rounds is merged
 
     def run(self) -> None:
         self.scopes = []
         for body in self.bodies:
-            given = [self.operands[n] for _, n in body.inputs]
-            given[body.rows_at :] = [h and _Held(h.value, h.factors[1:], h.root) for h in given[body.rows_at :]]
+            held = enumerate(self.operands[n] for _, n in body.inputs)
+            given = [h and _Held(h.value, h.factors[1:], h.root) if at >= body.rows_at else h for at, h in held]
             given = [None if h is None or is_plain(h.factors) else h for h in given]
             self.scopes.append(_Scope(self.outer.walk, body.jaxpr, given, self.outer.times * body.trips))
 
