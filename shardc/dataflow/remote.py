@@ -390,7 +390,7 @@ def _at(place: Place, aval: Any, x: Any) -> Any:
 
 def _elsewhere(aval: Any, place: Place, told: Sequence[Any]) -> Any:
     """An array that other processes have, of which they may have told the value: fetching it is a call of all."""
-    if not isinstance(place.mesh, Mesh) or place.placement is None or is_extended(aval.dtype):
+    if not isinstance(place.mesh, Mesh) or place.placement is None or (told and is_extended(aval.dtype)):
         return told[0]
     arrival = Arrival(lambda: np.asarray(told[0])) if told else None
     return RemoteArray(aval, place.placement, place.mesh, arrival)
