@@ -184,7 +184,7 @@ class Place:
 
     @cached_property
     def _held_in(self) -> dict[Index, Index | None]:
-        """What each shard of the physical array holds."""
+        """The box that each shard of the physical array holds."""
         found = self.sharding.devices_indices_map(self.physical_shape).values()
         return dict(zip((index_of(i, self.physical_shape) for i in found), self.held, strict=True))
 

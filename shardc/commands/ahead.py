@@ -37,7 +37,7 @@ def compile_command(source: Source, hlo: str | None) -> None:
 
 
 def sections_of(compiled: Any) -> list[Section]:
-    """What is known of a compiled call: its audit, its memory, and its collectives by what runs beside them."""
+    """The facts of a compiled call: its audit, its memory, and its collectives by what runs beside them."""
     plan, executable = compiled.plan, compiled.executable
     several = isinstance(plan, MpmdPlan)
     planned = plan.memory.peak

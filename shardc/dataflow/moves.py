@@ -48,8 +48,13 @@ def ways_of(edge: Edge, giver_process: int | None, taker_process: int | None, wi
 
 
 def giving(ways: Ways, near: bool) -> LeafMove:
-    """What the giver's thread does with a message, launched and never waited for, so that it runs beside what the giver
-    does next: it moves it, if each process hands it to itself (`near`), or readies it for links."""
+    """The function that the giver's thread calls with a message. It launches and does not wait, so that the move runs
+    beside what the giver does next.
+
+    Args:
+      ways: of the message.
+      near: whether each process hands the message to itself: then it is moved; else it is readied for links.
+    """
     if near and ways.stay:
         return stay
     enter = [stay if w.stays or w.given.on_host else w.given.enter for w in ways.ways]

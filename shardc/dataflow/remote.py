@@ -263,7 +263,7 @@ class FlowProcesses:
 
     @staticmethod
     def _first_of(origin: Origin) -> Sequence[int | Fixed]:
-        """What a round returns of the first state."""
+        """The values of the first state that a round returns."""
         return [origin.index] if origin.node is None else origin.first
 
     def _are_apart(self, who: Collection[Holder]) -> bool:

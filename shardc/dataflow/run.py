@@ -138,14 +138,14 @@ class FlowRun:
         return [s.lock for s in self._shared if mine & devices_of(s.mesh)]
 
     def _giving(self, channel: int) -> LeafMove:
-        """What the giver's thread does with a channel's messages."""
+        """The function that the giver's thread calls with a channel's messages."""
         edge = self._built.edges[channel]
         if not self.is_here(edge.giver):
             return stay
         return _locked(self._locks(edge.giver), giving(self._ways[channel], self._stays_near(channel)))
 
     def _taking(self, channel: int) -> LeafMove:
-        """What makes of a channel's messages the leaves that its taker has, in the taker's thread."""
+        """The function that makes of a channel's messages the leaves that its taker has, in the taker's thread."""
         edge, ways = self._built.edges[channel], self._ways[channel]
         if not self.is_here(edge.taker):
             return stay

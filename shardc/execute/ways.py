@@ -307,12 +307,12 @@ class Ways:
         return b"%08x" % zlib.crc32(text.encode())
 
     def leave(self, values: Sequence[Any]) -> tuple[Any, ...]:
-        """What leaves. In the thread of the giver's programs."""
+        """The values as they leave. In the thread of the giver's programs."""
         with jax.enable_x64(self._wide):
             return tuple(w.leave(x) for w, x in zip(self.ways, values, strict=True))
 
     def move(self, values: Sequence[Any]) -> tuple[Any, ...]:
-        """What arrives, of what is given, within this process. Launched, never waited for."""
+        """The values as they arrive, of those that are given, within this process. Launched, never waited for."""
         if self._is_copy:
             moved = tuple(self._cross.copy_alike(values))
             self._count(me(), self._cross.sent)
@@ -355,7 +355,7 @@ class Ways:
         return not all(w.stays or w.is_finished for w in self.ways)
 
     def arrive(self, values: Sequence[Any]) -> tuple[Any, ...]:
-        """What is taken. In the thread of the taker's programs."""
+        """The values as they are taken. In the thread of the taker's programs."""
         if not self.finishes:
             return tuple(values)
         with jax.enable_x64(self._wide):
@@ -377,7 +377,7 @@ class Ways:
         return json.dumps([self._digest.decode(), counts]).encode(), buffers
 
     def unpack(self, parts: Mapping[int, Packed]) -> tuple[Any, ...]:
-        """What arrives, of the parts of all sending processes."""
+        """The values as they arrive, of the parts of all sending processes."""
         of: list[dict[int, Sequence[Any]]] = [{} for _ in self.ways]
         for peer, (about, buffers) in parts.items():
             digest, counts = json.loads(about)
