@@ -299,7 +299,7 @@ class FlowProcesses:
         made = {i: o.node for i, o in origins if o.node is not None}
         avals = {i: v.aval for i, v in enumerate(self._built.round.state)}
         gives = {i: o.node.work.gives[o.index] for i, o in origins if o.node is not None}
-        here = {i: _at(gives[i], avals[i], leaf(i)) for i, n in made.items() if self._is_here(n)}
+        here = {i: _at(gives[i], leaf(i)) for i, n in made.items() if self._is_here(n)}
         told = self.tell([
             Told(i, avals[i], self._processes_of(n), [here[i]] if i in here else [])
             for i, n in made.items() if is_small(avals[i]) or not n.work.meshes
@@ -339,7 +339,7 @@ class FlowProcesses:
                 continue
             at[key] = place = value.back[k][0][1]
             if key in made and self.cluster.me in home:
-                found[key] = _at(place, value.aval, made[key])
+                found[key] = _at(place, made[key])
             if not isinstance(place.mesh, Mesh) or place.placement is None or is_small(value.aval):
                 told.append(Told(key, value.aval, home, [found[key]] if key in found else []))
         known = self.tell(told)
@@ -382,7 +382,7 @@ class FlowProcesses:
         return found
 
 
-def _at(place: Place, aval: Any, x: Any) -> Any:
+def _at(place: Place, x: Any) -> Any:
     """A value where a run leaves it: after few rounds it may be one of the first state, which lies anywhere."""
     is_host = isinstance(x, np.ndarray | np.generic) and isinstance(place.mesh, Mesh)
     return begun(place, x) if is_host else x
