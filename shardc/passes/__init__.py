@@ -150,6 +150,14 @@ PASSES: Final[tuple[Pass, ...]] = (
         runs="after a trace",
     ),
     Pass(
+        "fold_reversals",
+        f"{_REWRITE}.fold_reversals",
+        "jaxpr",
+        "jaxpr",
+        "y = rev[0] cumsum[0] rev[0] x --> y = cumsum[0, reverse] x",
+        runs="after a trace",
+    ),
+    Pass(
         "drop_zero_sums",
         f"{_REWRITE}.drop_zero_sums",
         "jaxpr",
@@ -196,6 +204,15 @@ PASSES: Final[tuple[Pass, ...]] = (
         "program",
         "scan over 8 split rows --> shard_map: each device scans its own rows",
         runs="if cheaper",
+    ),
+    Pass(
+        "share_equal",
+        f"{_REWRITE}.share_equal",
+        "jaxpr",
+        "jaxpr",
+        "a = reduce_sum x; b = reduce_sum x --> a = reduce_sum x",
+        of="one program",
+        runs="before placing",
     ),
     Pass(
         "precompute_state",
