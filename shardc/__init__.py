@@ -6,13 +6,12 @@ over the axes of a mesh; shardc places every other value, inserts the collective
 
 import sys
 from importlib import import_module
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
-
-import jax
 
 from shardc.versions import VERSION, check_jax
 
-check_jax(jax.__version__)
+check_jax(version("jax"))  # JAX itself is loaded with the first name: `shardc --help` needs none
 
 if TYPE_CHECKING:
     from shardc.api import function
