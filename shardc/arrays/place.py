@@ -29,6 +29,7 @@ from shardc.arrays.placed import (
 )
 from shardc.machine.devices import me, process_of
 from shardc.machine.mesh import AnyMesh, MeshView, view
+from shardc.machine.puts import LINKS, carrier_between
 from shardc.machine.topology import DeviceLink
 from shardc.sbp.layout import is_plain, physical_shape, physical_spec, to_logical
 from shardc.sbp.placement import AxisSizes, Placement, local_shape
@@ -118,6 +119,10 @@ class Place:
         alone = link is None or len(known) < 2 or self.is_beside(other)
         ends = (None, None) if alone else (other.processes, self.processes)
         return plan_way(shape, itemsize, self.at, self.view, other.at, other.view, link, *ends)
+
+    def carrier_to(self, other: Place) -> str:
+        """What carries a value between these places, which are in several processes: `put` or `links`."""
+        return LINKS if self.on_host or other.on_host else carrier_between([*self.devices, *other.devices])
 
     @cached_property
     def is_plain(self) -> bool:

@@ -83,7 +83,7 @@ def mover(old: Mesh, new: Mesh) -> Callable[[Any], Any]:
             return StackedArray([moved_leaf(p) for p in x.pieces])
         if not isinstance(x, jax.Array) or (given := place_of(x)).mesh != old:
             return x
-        return _moved(x, Ways([Way(given, replace(given, mesh=new), link)], bool(settings()[0])))
+        return _moved(x, Ways([Way(given, replace(given, mesh=new), link)], bool(settings()[0]), by_links=True))
 
     def move(tree: Any) -> Any:
         return jax.tree.map(moved_leaf, tree)

@@ -24,10 +24,12 @@ from shardc.arrays.remote_array import Arrival, RemoteArray
 from shardc.errors import ClusterError
 from shardc.execute.process_group import look_at_run
 from shardc.execute.remote_values import whole
+from shardc.execute.ways import WaysCodec
 from shardc.machine.devices import processes_of
+from shardc.machine.puts import open_puts
 from shardc.runtime.actor import Network
 from shardc.runtime.cluster import Cluster, current
-from shardc.runtime.distributed_network import Codec, DistributedNetwork, Expected
+from shardc.runtime.distributed_network import DistributedNetwork, Expected
 from shardc.runtime.executor import Executor, ProcessShare
 from shardc.runtime.transport.link import Packed
 from shardc.sbp.placement import Placement
@@ -52,7 +54,7 @@ class NetworkRun:
     """
 
     def __init__(  # a network, and where it runs
-        self, net: Network, digest: str, places: Sequence[Sequence[int]], codec: Codec, what: str,
+        self, net: Network, digest: str, places: Sequence[Sequence[int]], codec: WaysCodec, what: str,
         crossing: Collection[int] = (),
     ) -> None:  # fmt: skip
         cluster = current()
@@ -66,7 +68,9 @@ class NetworkRun:
         self._epoch = cluster.epoch
         links = {p: cluster.link(p) for p in range(cluster.processes) if p != cluster.me}
         number = int.from_bytes(hashlib.sha256(f"{digest} {cluster.count(digest)}".encode()).digest()[:8])
-        self.network = DistributedNetwork(net, number, places, links, codec, crossing)
+        put = codec.put_channels
+        senders = dict.fromkeys(put, open_puts(cluster).send) if put else {}
+        self.network = DistributedNetwork(net, number, places, links, codec, crossing, senders)
         self._finalizer = weakref.finalize(self, _close, self.network, cluster)
 
     @property

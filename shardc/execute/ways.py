@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from threading import Lock
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
@@ -33,6 +33,7 @@ from shardc.arrays.placed import StackedArray, as_jax, is_placed
 from shardc.errors import ClusterError
 from shardc.machine.devices import me
 from shardc.machine.launch_order import in_launch_order, ordered_devices
+from shardc.machine.puts import HERE, PUT, Outgoing
 from shardc.machine.topology import DeviceLink
 from shardc.passes.lower.lower_boxing import emit_step
 from shardc.runtime.transport.link import Packed
@@ -89,6 +90,11 @@ class Way:
         if self.given.on_host or self.taken.on_host:
             return self.is_here
         return self.is_within or all(given[p.source] == taken[p.targets[0]] for p in self.plan.parcels)
+
+    @cached_property
+    def carrier(self) -> str:
+        """What carries the value: `here`, where none of it goes from process to process; `put` or `links`."""
+        return HERE if self.stays_near else self.given.carrier_to(self.taken)
 
     @cached_property
     def held(self) -> list[Index]:
@@ -259,10 +265,11 @@ class Ways:
     Args:
       ways: of each value.
       wide: whether numbers of 64 bits are on. The threads that carry values lack this setting.
+      by_links: whether values that leave the process go over links in any case.
     """
 
-    def __init__(self, ways: Sequence[Way], wide: bool) -> None:
-        self.ways, self._wide = tuple(ways), wide
+    def __init__(self, ways: Sequence[Way], wide: bool, by_links: bool = False) -> None:
+        self.ways, self._wide, self._by_links = tuple(ways), wide, by_links
         self._counts: dict[int, tuple[int, int]] = {}  # of each process that takes: messages and bytes
         self._counting = Lock()  # a link's thread packs too
 
@@ -296,6 +303,13 @@ class Ways:
         """Whether `move` carries them, in each process of the two meshes."""
         return all(w.stays_near for w in self.ways)
 
+    @cached_property
+    def are_put(self) -> bool:
+        """Whether JAX carries the values from process to process, from device to device; else links do. A message goes
+        one way as a whole."""
+        carriers = {w.carrier for w in self.ways if not w.is_empty}
+        return carriers == {PUT} and not self._by_links
+
     @property
     def boxes(self) -> bool:
         """Whether collectives run on either side of the border."""
@@ -309,7 +323,8 @@ class Ways:
     def leave(self, values: Sequence[Any]) -> tuple[Any, ...]:
         """The values as they leave. In the thread of the giver's programs."""
         with jax.enable_x64(self._wide):
-            return tuple(w.leave(x) for w, x in zip(self.ways, values, strict=True))
+            left = tuple(w.leave(x) for w, x in zip(self.ways, values, strict=True))
+            return self._cross.cut_here([left[i] for i in self._crossing]) if self.are_put else left
 
     def move(self, values: Sequence[Any]) -> tuple[Any, ...]:
         """The values as they arrive, of those that are given, within this process. Launched, never waited for."""
@@ -352,24 +367,28 @@ class Ways:
     @cached_property
     def finishes(self) -> bool:
         """Whether `arrive` has something to do."""
-        return not all(w.stays or w.is_finished for w in self.ways)
+        return self.are_put or not all(w.stays or w.is_finished for w in self.ways)
 
     def arrive(self, values: Sequence[Any]) -> tuple[Any, ...]:
         """The values as they are taken. In the thread of the taker's programs."""
         if not self.finishes:
             return tuple(values)
         with jax.enable_x64(self._wide):
+            if self.are_put:
+                joined = dict(zip(self._crossing, self._cross.join_here(values), strict=True))
+                values = [joined[i] if i in joined else w.nothing() for i, w in enumerate(self.ways)]
             return tuple(w.arrive(x) for w, x in zip(self.ways, values, strict=True))
 
-    # -- over links
-
-    def is_ready(self, values: Sequence[Any]) -> bool:
-        """Whether `pack` would not wait for a device."""
-        arrays: list[Any] = [x for x in values if isinstance(x, jax.Array)]
-        return all(x.is_ready() for x in arrays)
+    # -- from process to process
 
     def pack(self, peer: int, values: Sequence[Any]) -> Packed:
-        """The part of a message for another process."""
+        """The part of a message for another process: bytes for a link, or arrays to put. Waits for the devices: of a
+        value that cannot be computed nothing is sent."""
+        if self.are_put:
+            found = self._cross.parcels_to(peer, values)
+            if peer != me():
+                self._count(peer, sum(x.nbytes for x in found))
+            return json.dumps([self._digest.decode(), len(found)]).encode(), found
         buffers = [b for w, x in zip(self.ways, values, strict=True) for b in w.pack(x, peer)]
         if peer != me():
             self._count(peer, sum(b.nbytes for b in buffers))
@@ -383,10 +402,14 @@ class Ways:
             digest, counts = json.loads(about)
             if digest != self._digest.decode():
                 raise ClusterError(f"process {peer} has planned another way for what it sends here.")
+            if self.are_put:
+                continue
             rest = iter(buffers)
             for found, count in zip(of, counts, strict=True):
                 found[peer] = [next(rest) for _ in range(count)]
         with jax.enable_x64(self._wide):
+            if self.are_put:
+                return self._cross.came({peer: arrays for peer, (_, arrays) in parts.items()})
             return tuple(w.unpack(found) for w, found in zip(self.ways, of, strict=True))
 
 
@@ -446,6 +469,23 @@ def _start(box: Index, inside: Index) -> Local:
     return tuple(a - c for (a, _), (c, _) in zip(box, inside, strict=True))
 
 
+class _Sent(NamedTuple):
+    """A block that a process sends another one.
+
+    Attributes:
+      block: value, class of parcels, slot and device of the giver.
+      targets: the slots and devices that need it.
+    """
+
+    block: tuple[int, int, int, int]
+    targets: Sequence[tuple[int, int]]
+
+    @property
+    def receiver(self) -> int:
+        """The device that it is sent to: devices of one process take turns."""
+        return self.targets[self.block[3] % len(self.targets)][1]
+
+
 class _Crossing:
     """Carries values from one mesh to another within this process, or within each of their processes: one program cuts
     all parcels, each is copied once, and one program joins them. Parcels that are whole blocks need no cut, or no join;
@@ -470,7 +510,7 @@ class _Crossing:
         self._alike = [i for i, _, c in pairs if alone and i in whole and c[0].is_in_order()]
         self._copy_alike = compat.copies_to([self._ways[i].arrived[1] for i in self._alike])
         self._blank: dict[tuple[int, Local, Any], Any] = {}
-        self._copy = compat.copies_to([SingleDeviceSharding(self._targets[t]) for *_, t in self._copies])
+        self._between: dict[tuple[int, int], list[_Sent]] = {}
         self.sent = 0
 
     @property
@@ -479,7 +519,7 @@ class _Crossing:
         return len(self._alike) == len(self._ways)
 
     @cached_property
-    def _copies(self) -> list[tuple[int, int, int, int, int, int]]:
+    def _all_copies(self) -> list[tuple[int, int, int, int, int, int]]:
         """All copies: value, class of parcels, slot and device of the giver, slot and device of the taker."""
         return [
             (i, c, at[0], at[1], slot, target)
@@ -488,8 +528,18 @@ class _Crossing:
             for c, cut in enumerate(cuts)
             for slot, row in enumerate(cut.copies)
             for target, at in enumerate(row)
-            if at is not None and target in self._mine
+            if at is not None
         ]
+
+    @cached_property
+    def _copies(self) -> list[tuple[int, int, int, int, int, int]]:
+        """Those to devices here."""
+        return [copy for copy in self._all_copies if copy[-1] in self._mine]
+
+    @cached_property
+    def _comes(self) -> list[tuple[int, int, int, int]]:
+        """What comes to devices here: value, class of parcels, slot and device."""
+        return [(i, c, slot, target) for i, c, _, _, slot, target in self._copies]
 
     def copy_alike(self, values: Sequence[Any]) -> Sequence[Any]:
         """The values that are copied as they are, on the taker's devices."""
@@ -497,14 +547,27 @@ class _Crossing:
             self.sent = sum(shard.data.nbytes for x in values for shard in x.addressable_shards)
         return self._copy_alike(values)
 
+    @cached_property
+    def _copy(self) -> Callable[[Sequence[jax.Array]], Sequence[jax.Array]]:
+        return compat.copies_to([SingleDeviceSharding(self._targets[t]) for *_, t in self._copies])
+
     def __call__(self, values: Sequence[Any]) -> list[Any]:
         given = list(values)
         is_first = not self.sent
         alike = dict(zip(self._alike, self.copy_alike([given[i] for i in self._alike]), strict=True))
-        cut = iter(self._cutter(*(given[i] for i in self._parted)) if self._parted else ())
+        blocks = self._cut(given)
+        sent = [blocks[i, c, slot][self._sources[source]] for i, c, slot, source, _, _ in self._copies]
+        if is_first:
+            self.sent += sum(x.nbytes for x in sent)
+        came = dict(zip(self._comes, self._copy(sent), strict=True))
+        return self._join(came, alike)
+
+    def _cut(self, values: Sequence[Any]) -> dict[tuple[int, int, int], dict[Any, Any]]:
+        """The blocks of the devices here, by value, class of parcels and slot, but for what is copied as it is."""
+        cut = iter(self._cutter(*(values[i] for i in self._parted)) if self._parted else ())
         blocks: dict[tuple[int, int, int], dict[Any, Any]] = {}
-        for i, x in enumerate(given):
-            if i in alike:
+        for i, x in enumerate(values):
+            if i in self._alike:
                 continue
             if i not in self._parted:
                 blocks[i, 0, 0] = _by_device(x)
@@ -512,15 +575,72 @@ class _Crossing:
             for c, of in enumerate(self._cuts[i]):
                 for slot in range(len(of.cut)):
                     blocks[i, c, slot] = _by_device(next(cut))
-        sent = [blocks[i, c, slot][self._sources[source]] for i, c, slot, source, _, _ in self._copies]
-        if is_first:
-            self.sent += sum(x.nbytes for x in sent)
-        came = dict(zip(((i, c, s, t) for i, c, _, _, s, t in self._copies), self._copy(sent), strict=True))
+        return blocks
+
+    def _join(self, came: Mapping[tuple[int, int, int, int], Any], alike: Mapping[int, Any]) -> list[Any]:
         joined = iter(self._joiner(*self._slots(came)) if self._joined else ())
         return [
             alike[i] if i in alike else next(joined) if i in self._joined else self._put_together(i, came)
-            for i in range(len(given))
+            for i in range(len(self._ways))
         ]
+
+    # -- from process to process
+
+    def _sent_between(self, giver: int, taker: int) -> list[_Sent]:
+        """What devices of one process send to those of another, in the order in which it is sent: neighbours of one
+        pair of devices are put in one call."""
+        if (giver, taker) not in self._between:
+            found: dict[tuple[int, int, int, int], list[tuple[int, int]]] = {}
+            given, taken = self._ways[0].given.processes, self._ways[0].taken.processes
+            for i, c, slot, source, into, target in self._all_copies:
+                if (given[source], taken[target]) == (giver, taker):
+                    found.setdefault((i, c, slot, source), []).append((into, target))
+            sent = [_Sent(block, sorted(targets, key=lambda t: t[1])) for block, targets in found.items()]
+            self._between[giver, taker] = sorted(sent, key=lambda s: (s.block[3], s.receiver, s.block))
+        return self._between[giver, taker]
+
+    @cached_property
+    def _leaving(self) -> list[tuple[int, int, int, int]]:
+        """The blocks of devices here that are sent: value, class of parcels, slot and device."""
+        given = self._ways[0].given.processes
+        found = ((i, c, slot, source) for i, c, slot, source, _, _ in self._all_copies)
+        return [block for block in dict.fromkeys(found) if given[block[3]] == me()]
+
+    def cut_here(self, values: Sequence[Any]) -> tuple[jax.Array, ...]:
+        """The blocks of devices here that are sent. In the thread of the giver's programs."""
+        blocks = self._cut(values)
+        return tuple(blocks[i, c, slot][self._sources[source]] for i, c, slot, source in self._leaving)
+
+    def parcels_to(self, peer: int, blocks: Sequence[jax.Array]) -> list[Any]:
+        """What `cut_here` has cut for a process, each with the device there; for this one copies. Waits until it is
+        computed: a transfer of what fails would never end."""
+        of, sent = dict(zip(self._leaving, blocks, strict=True)), self._sent_between(me(), peer)
+        arrays: list[Any] = jax.block_until_ready([of[s.block] for s in sent])
+        devices = [self._targets[s.receiver] for s in sent]
+        if peer == me():
+            return list(compat.copies_to([SingleDeviceSharding(d) for d in devices])(arrays))
+        return [Outgoing(x, device) for x, device in zip(arrays, devices, strict=True)]
+
+    def came(self, parts: Mapping[int, Sequence[Any]]) -> tuple[jax.Array, ...]:
+        """What has come to the devices here, of the arrays from each process: what several of them share comes to one,
+        which the others copy."""
+        found: dict[tuple[int, int, int, int], Any] = {}
+        spread: list[tuple[tuple[int, int, int, int], Any]] = []
+        for giver, arrays in parts.items():
+            for s, x in zip(self._sent_between(giver, me()), arrays, strict=True):
+                for slot, target in s.targets:
+                    at = (*s.block[:2], slot, target)
+                    if target == s.receiver:
+                        found[at] = x
+                    else:
+                        spread.append((at, x))
+        copy = compat.copies_to([SingleDeviceSharding(self._targets[at[3]]) for at, _ in spread])
+        found |= zip((at for at, _ in spread), copy([x for _, x in spread]) if spread else (), strict=True)
+        return tuple(found[at] for at in self._comes)
+
+    def join_here(self, came: Sequence[jax.Array]) -> list[Any]:
+        """The values as they arrive, of what has come. In the thread of the taker's programs."""
+        return self._join(dict(zip(self._comes, came, strict=True)), {})
 
     def _put_together(self, i: int, came: Mapping[tuple[int, int, int, int], Any]) -> jax.Array:
         shape, sharding = self._ways[i].arrived
@@ -633,6 +753,11 @@ class WaysCodec:
 
     def __init__(self, channels: Sequence[Ways | None]) -> None:
         self._channels = channels
+
+    @property
+    def put_channels(self) -> list[int]:
+        """The channels whose values JAX carries, from device to device."""
+        return [i for i, ways in enumerate(self._channels) if ways is not None and ways.are_put]
 
     def is_ready(self, value: Any) -> bool:
         arrays: list[Any] = [words(x) for x in value if isinstance(x, jax.Array)]

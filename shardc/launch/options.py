@@ -26,6 +26,7 @@ class RunOptions:
     deadline: float = 600.0
     grace: float = 25.0
     plain_data: bool = False
+    carrier: str | None = None
     secret: Path | None = None
     bind: str | None = None
     ray: bool = False
@@ -41,7 +42,7 @@ class RunOptions:
         config = RunConfig(
             me=0, processes=processes, islands=self.islands, store=store, secret=secret, links="",
             restarts=self.restarts, silence=self.silence, deadline=self.deadline, least=self.least or 0,
-            grace=self.grace, plain_data=self.plain_data,
+            grace=self.grace, plain_data=self.plain_data, carrier=self.carrier or "",
             judging=self.silence,  # by then a process has given a sign of life, or is lost
         )  # fmt: skip
         return Job(config)

@@ -63,6 +63,7 @@ class RunConfig:
       least: how many processes the run may go on with if hosts are lost; 0: all of them.
       grace: seconds that the processes have to save and end when the run is asked to end.
       plain_data: whether large values go to other hosts without encryption.
+      carrier: what carries values between processes of one JAX runtime: `put` or `links`; empty: by their devices.
       judging: seconds beyond `deadline` in which the launcher finds who does not come.
     """
 
@@ -79,6 +80,7 @@ class RunConfig:
     least: int = 0
     grace: float = 25.0
     plain_data: bool = False
+    carrier: str = ""
     judging: float = 0.0
 
     @property

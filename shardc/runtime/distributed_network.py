@@ -14,7 +14,9 @@ import json
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from queue import SimpleQueue
+from types import MappingProxyType
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
@@ -101,6 +103,8 @@ class DistributedNetwork:
       codec: for values. A packed value has a description or a buffer; without both it arrives as None.
       crossing: the channels between actors of the same several processes whose parts go to all of these; a message of
         the others stays in each process.
+      senders: for channels whose values do not go over links, the function that sends a frame to a process: its link
+        delivers it there.
 
     Attributes:
       mine: the actors of this process.
@@ -110,9 +114,10 @@ class DistributedNetwork:
 
     def __init__(  # a network, and where it runs
         self, net: Network, number: int, places: Sequence[Sequence[int]], links: Mapping[int, Link], codec: Codec,
-        crossing: Collection[int] = (),
+        crossing: Collection[int] = (), senders: Mapping[int, Callable[[int, Frame], None]] = MappingProxyType({}),
     ) -> None:  # fmt: skip
         self.net, self.number, self.places, self.links, self.codec = net, number, places, links, codec
+        self.senders = senders
         self.me = next((link.me for link in links.values()), places[0][0] if places else 0)
         self.mine = [a for a, ps in enumerate(places) if not links or self.me in ps]
         self.ports: dict[int, Port] = {
@@ -281,6 +286,12 @@ class DistributedNetwork:
         mailbox = self._mailbox(self.net.channels[frame.channel].target)
         if mailbox is not None:
             mailbox.message(frame.run, (frame.channel, frame.key), value)
+
+    def send(self, peer: int, frame: Frame) -> None:
+        """Send a part of a message, or why there is none, to another process."""
+        carried = frame.kind is FrameKind.MESSAGE and bool(frame.buffers)
+        sender = self.senders.get(frame.channel) if carried else None
+        (self.links[peer].send if sender is None else partial(sender, peer))(frame)
 
     def packer(self, actor: int) -> _Packer:
         """The thread that packs what an actor gives: in the order of its steps, which is the same in all processes of
@@ -542,7 +553,7 @@ class _RemotePort:
             return Frame(FrameKind.MESSAGE, net.number, run, channel, key, about, buffers)
 
         source = net.net.channels[channel].source
-        if net.me in self._takers or len(net.places[source]) > 1:
+        if net.me in self._takers or len(net.places[source]) > 1 or channel in net.senders:
             ready = value is None or net.codec.is_ready(value)
             net.packer(source).do(lambda: self._send(frame), ready)
             return
@@ -557,7 +568,7 @@ class _RemotePort:
         net = self._network
         for p in self._takers:  # the part for this process last: others wait for theirs
             if p != net.me:
-                net.links[p].send(frame(p))
+                net.send(p, frame(p))
         if net.me in self._takers:
             net.receive(net.me, frame(net.me))
 

@@ -113,13 +113,17 @@ class Link(Connection):
                 with self._changed:  # put inside: empty inboxes are dropped
                     self._inbox(tag.decode()).values.put((about, frame.buffers))
             case _:
-                with self._changed:
-                    receiver = self._receivers.get(frame.network)
-                    if receiver is None:
-                        if frame.network not in self._over:
-                            self._early.setdefault(frame.network, []).append(frame)
-                        return
-                receiver.receive(self.peer, frame)
+                self.deliver(frame)
+
+    def deliver(self, frame: Frame) -> None:
+        """Pass a frame of the peer to the network of its number, whatever has carried its buffers."""
+        with self._changed:
+            receiver = self._receivers.get(frame.network)
+            if receiver is None:
+                if frame.network not in self._over:
+                    self._early.setdefault(frame.network, []).append(frame)
+                return
+        receiver.receive(self.peer, frame)
 
     def _on_lost(self) -> None:
         with self._changed:
