@@ -96,7 +96,7 @@ def _moved(x: Any, ways: Ways) -> Any:
     (way,) = ways.ways
     givers, takers = (sorted({p for p in at.processes if p is not None}) for at in (way.given, way.taken))
     values: tuple[Any, ...] = () if isinstance(x, RemoteArray) else (x.physical if is_placed(x) else x,)
-    if ways.stay_near:
+    if ways.are_here:
         arrived = ways.move(values) if me() in takers else ()
     else:
         arrived = _exchanged(values, ways, givers, takers)

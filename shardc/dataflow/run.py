@@ -120,7 +120,7 @@ class FlowRun:
         """Whether each process hands the values of a channel to itself."""
         edge = self._built.edges[channel]
         giver, taker = (self._built.processes_of(n) for n in (edge.giver, edge.taker))
-        return giver == taker and (len(giver) == 1 or self._ways[channel].stay_near)
+        return giver == taker and (len(giver) == 1 or self._ways[channel].are_here)
 
     def _ends(self, edge: Edge) -> tuple[int | None, int | None]:
         """The processes of an edge's nodes that have its values on the host; None if all nodes are in this one."""

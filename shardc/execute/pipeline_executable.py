@@ -245,7 +245,7 @@ class PipelineExecutable:
             return _stay
         if self.places.are_apart(channel.source, channel.target):
             return ways.leave
-        if not ways.stay_near:
+        if not ways.are_here:
             raise MeshError(
                 f"{self.plan.program.name}: ranks {channel.source} and {channel.target} share their processes, and "
                 f"values of {channel.name} have other placements on either; give these ranks meshes of equal sizes."

@@ -33,7 +33,7 @@ from shardc.arrays.placed import StackedArray, as_jax, is_placed
 from shardc.errors import ClusterError
 from shardc.machine.devices import me
 from shardc.machine.launch_order import in_launch_order, ordered_devices
-from shardc.machine.puts import HERE, PUT, Outgoing
+from shardc.machine.puts import HERE, LINKS, PUT, Outgoing
 from shardc.machine.topology import DeviceLink
 from shardc.passes.lower.lower_boxing import emit_step
 from shardc.runtime.transport.link import Packed
@@ -62,16 +62,20 @@ class Way:
     copied: bool = False
 
     @cached_property
-    def is_here(self) -> bool:
-        """Whether both places are in this process, or each of their processes sends to itself alone."""
-        return {*self.given.processes, *self.taken.processes} <= {me(), None} or self.given.is_beside(self.taken)
+    def carrier(self) -> str:
+        """What carries the value: `here`, where none of it goes from process to process; `put` or `links`."""
+        given, taken = self.given, self.taken
+        if not (given.on_host or taken.on_host):
+            return HERE if self.is_within else given.carrier_to(taken, self.plan)
+        alone = {*given.processes, *taken.processes} <= {me(), None}
+        return HERE if alone or given.is_aligned_with(taken) else LINKS
 
     @cached_property
     def stays(self) -> bool:
         """Whether the value is already where it is taken."""
         given, taken = self.given, self.taken
         if given.on_host or taken.on_host:
-            return given.mesh is None and taken.mesh is None and self.is_here
+            return given.mesh is None and taken.mesh is None and self.carrier == HERE
         return given.mesh == taken.mesh and given.placement == taken.placement
 
     @cached_property
@@ -82,19 +86,6 @@ class Way:
     @cached_property
     def plan(self) -> WayPlan:
         return self.given.way_to(self.taken, None if self.is_within else self.link)
-
-    @cached_property
-    def stays_near(self) -> bool:
-        """Whether no parcel goes from process to process, though the meshes may be of several."""
-        given, taken = self.given.processes, self.taken.processes
-        if self.given.on_host or self.taken.on_host:
-            return self.is_here
-        return self.is_within or all(given[p.source] == taken[p.targets[0]] for p in self.plan.parcels)
-
-    @cached_property
-    def carrier(self) -> str:
-        """What carries the value: `here`, where none of it goes from process to process; `put` or `links`."""
-        return HERE if self.stays_near else self.given.carrier_to(self.taken)
 
     @cached_property
     def held(self) -> list[Index]:
@@ -127,7 +118,7 @@ class Way:
             return x.copy() if self.copied and hasattr(x, "copy") else x
         if self.given.on_host:
             return x.copy() if self.copied and isinstance(x, jax.Array) else x
-        if self.taken.on_host and self.is_here:
+        if self.taken.on_host and self.carrier == HERE:
             x = self.given.leave(x)
             x = x.copy() if self.copied else x
             if self.given.mesh != self.taken.mesh:
@@ -299,16 +290,21 @@ class Ways:
         return all(w.stays and not w.copied for w in self.ways)
 
     @cached_property
-    def stay_near(self) -> bool:
-        """Whether `move` carries them, in each process of the two meshes."""
-        return all(w.stays_near for w in self.ways)
-
-    @cached_property
-    def are_put(self) -> bool:
-        """Whether JAX carries the values from process to process, from device to device; else links do. A message goes
-        one way as a whole."""
+    def carrier(self) -> str:
+        """What carries the message as a whole, as each value."""
         carriers = {w.carrier for w in self.ways if not w.is_empty}
-        return carriers == {PUT} and not self._by_links
+        if carriers <= {HERE}:
+            return HERE
+        return PUT if carriers == {PUT} and not self._by_links else LINKS
+
+    @property
+    def are_here(self) -> bool:
+        """Whether `move` carries the message, in each process of the two meshes."""
+        return self.carrier == HERE
+
+    @property
+    def are_put(self) -> bool:
+        return self.carrier == PUT
 
     @property
     def boxes(self) -> bool:

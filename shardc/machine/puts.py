@@ -6,8 +6,8 @@
 two transfers in unlike orders are swapped without an error, and a process that does not take part has to count too. So
 the first process of the runtime gives each transfer a ticket, and every process makes the calls of the tickets in their
 order, in one thread: with its own arrays where it sends, with arrays of which it has no piece where it does not. A
-ticket says devices, shapes, dtypes and the count that JAX has to stand at; it brings the frame that tells the taker what
-has come. One call has the arrays of one pair of devices: JAX gives those of several to the wrong ones.
+ticket says devices, shapes, dtypes and the count that JAX has to stand at; it brings the frame that tells the taker
+what has come. One call has the arrays of one pair of devices: JAX gives those of several to the wrong ones.
 """
 
 from __future__ import annotations
@@ -183,9 +183,8 @@ class Puts:
         assert cluster is not None
         if self.made != ticket.at:
             raise ClusterError(
-                f"JAX stands at transfer {self.made} here, and this one is number {ticket.at}: others would be swapped. "
-                "Processes of one JAX runtime have to be started again together; and a script may not call "
-                "jax.device_put from process to process beside shardc."
+                f"JAX has made {self.made} transfers in this process, and {ticket.at} come before this one. It would "
+                "be taken for another. Start the processes of this JAX runtime again."
             )
         self.made += ticket.transfers
         with self._lock:

@@ -112,7 +112,7 @@ class DistributedNetwork:
         from here and from other processes, and to stop runs there.
     """
 
-    def __init__(  # a network, and where it runs
+    def __init__(  # noqa: PLR0913  # a network, and where it runs
         self, net: Network, number: int, places: Sequence[Sequence[int]], links: Mapping[int, Link], codec: Codec,
         crossing: Collection[int] = (), senders: Mapping[int, Callable[[int, Frame], None]] = MappingProxyType({}),
     ) -> None:  # fmt: skip
