@@ -21,7 +21,7 @@ from shardc.sbp.layout import (
     physical_spec,
     plain_placement,
     to_logical,
-    to_physical_traced,
+    to_physical,
 )
 from shardc.sbp.placement import Placement
 from shardc.sbp.signature import is_extended
@@ -398,7 +398,7 @@ def _mover(shape: tuple[int, ...], old: tuple[Placement, Mesh] | None, new: Plac
         if not plain:
             value = at(made, whole)
             value = value if old is None else to_logical(value, shape, old[0], dict(old[1].shape))
-            made = at(to_physical_traced(value, new, sizes), whole)
+            made = at(to_physical(value, new, sizes), whole)
         if keys:
             return jax.random.wrap_key_data(at(made, sharding), impl=jax.random.key_impl(x))
         return made if made.dtype == x.dtype else jax.lax.optimization_barrier(at(made, sharding)).astype(x.dtype)
