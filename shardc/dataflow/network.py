@@ -16,9 +16,10 @@ from shardc.dataflow.timing.resources import Ends, PlacedNode, devices_of, resou
 from shardc.dataflow.value import RoundValue
 from shardc.errors import FlowError, MeshError, all_offenders
 from shardc.execute.executable import other_runtimes_text
-from shardc.execute.ways import Way
+from shardc.execute.ways import Way, Ways
 from shardc.machine.devices import processes_of, runtimes_of
 from shardc.machine.mesh import border
+from shardc.machine.puts import HERE
 from shardc.runtime.actor import Channel, Message, Network, Step
 from shardc.runtime.calls import processes_text
 from shardc.sbp.way import WayPlan
@@ -111,6 +112,12 @@ class Edge:
     def boxing_bytes(self) -> int:
         """Bytes of one message that a device sends within the meshes, before the border and behind it."""
         return sum(p.boxing_bytes for p in self.plans)
+
+    @cached_property
+    def carrier(self) -> str:
+        """What carries a message from mesh to mesh, as `Ways.carrier`; `here` too where a leaf goes to a host."""
+        ways = [self.way(m) for m in self.moves if not self.stays(m)]
+        return HERE if any(w.given.on_host or w.taken.on_host for w in ways) else Ways(ways, False).carrier
 
     @property
     def held_bytes(self) -> int:

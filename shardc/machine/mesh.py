@@ -22,6 +22,7 @@ from shardc import compat
 from shardc.errors import MeshError, did_you_mean
 from shardc.machine.devices import devices as devices_of_run
 from shardc.machine.devices import domain_of, process_of, processes_of
+from shardc.machine.puts import LINKS, carrier_between
 from shardc.machine.topology import (
     BETWEEN_PROCESSES,
     TOPOLOGIES,
@@ -351,7 +352,8 @@ def border(giver: AnyMesh | None, taker: AnyMesh | None) -> DeviceLink:
     """The link of one device between two meshes; None: the host.
 
     Meshes of one process, of one domain of fast links, or cut from one mesh, have the link between them; between all
-    others lies the slowest fabric of the machine, which joins its hosts. Fake devices without a topology are near.
+    others lies the slowest fabric of the machine, which joins its hosts, or, where values go over links of the run, such
+    a link. Fake devices without a topology are near.
     """
     meshes = [m for m in (giver, taker) if m is not None]
     if not meshes:
@@ -362,6 +364,9 @@ def border(giver: AnyMesh | None, taker: AnyMesh | None) -> DeviceLink:
         return DeviceLink(machine.host_bandwidth or views[0].link.bandwidth, views[0].link.latency)
     if _are_near(*meshes):
         return min((v.link for v in views), key=lambda link: link.bandwidth)
+    known = [d for m in meshes if isinstance(m, Mesh) for d in m.devices.flat]
+    if len(processes_of(known)) > 1 and carrier_between(known) == LINKS:
+        return DeviceLink(BETWEEN_PROCESSES.bandwidth, BETWEEN_PROCESSES.latency)
     outer = [v.topology.fabrics[-1] if len(v.topology.fabrics) > 1 else BETWEEN_PROCESSES for v in views]
     return min((DeviceLink(f.bandwidth, f.latency) for f in outer), key=lambda link: link.bandwidth)
 
