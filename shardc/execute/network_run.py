@@ -97,6 +97,12 @@ class NetworkRun:
     def close(self) -> None:
         self._finalizer()
 
+    def speeds(self, channels: Collection[int]) -> dict[int, tuple[float, float]]:
+        """`Link.speed` to each process at the other end of channels of this one."""
+        net, me = self.network, self.cluster.me
+        ends = [{*net.places[c.source], *net.places[c.target]} for c in (net.net.channels[i] for i in channels)]
+        return {p: net.links[p].speed() for p in sorted({p for e in ends if me in e for p in e} - {me})}
+
     # -- values besides the messages
 
     def others(self, places: Sequence[int]) -> list[int]:

@@ -34,6 +34,7 @@ from shardc.ir.host_callback import CALLBACKS
 from shardc.ir.walk import all_eqns
 from shardc.machine.ahead import is_absent
 from shardc.machine.mesh import AnyMesh, note_stages
+from shardc.machine.puts import LINKS
 from shardc.passes.audit.audit import Audit, audit_all
 from shardc.passes.audit.hlo_schedule import Scheduled, read_schedule
 from shardc.passes.trace.trace import settings
@@ -507,12 +508,14 @@ class PipelineExecutable:
 
     def audit(self) -> Audit:
         """Compare the collectives in the compiled HLO of every task of this process with the plan's, and the bytes that
-        the calls so far have sent from mesh to mesh."""
+        the calls so far have sent from mesh to mesh. Links that carry values are measured."""
         whole = audit_all([e.audit() for e in self._task_executables()])
         ways = [w for w in self._ways if w is not None]
         where = f"process {self.places.me}" if self.places.are_several else ""
         crossed, planned = sum(w.sent for w in ways), sum(w.planned for w in ways)
-        return replace(whole, where=where, crossed=crossed, planned_crossed=planned)
+        linked = [i for i, w in enumerate(self._ways) if w is not None and w.carrier == LINKS]
+        links = {} if self._remote is None else self._remote.speeds(linked)
+        return replace(whole, where=where, crossed=crossed, planned_crossed=planned, links=links)
 
     def schedule(self) -> list[Scheduled]:
         """The collectives of every task of this process, once each, and what it runs beside them."""

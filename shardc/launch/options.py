@@ -58,5 +58,10 @@ class RunOptions:
                 f"{processes} process{'es' * (processes != 1)} cannot form {self.islands} islands of one size: "
                 f"{processes} / {self.islands} is not a whole number. Give another --islands or --processes."
             )
+        if self.carrier == "put" and self.islands == processes:
+            raise ClusterError(
+                f"--carrier put: with {self.islands} islands each process has a JAX runtime of its own; values between "
+                "runtimes go over links. Give fewer --islands, or leave --carrier out."
+            )
         if self.least is not None and self.least > processes:
             raise ClusterError(f"--processes: at least {self.least} are asked for, and there are {processes}.")

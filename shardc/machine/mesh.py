@@ -352,8 +352,8 @@ def border(giver: AnyMesh | None, taker: AnyMesh | None) -> DeviceLink:
     """The link of one device between two meshes; None: the host.
 
     Meshes of one process, of one domain of fast links, or cut from one mesh, have the link between them; between all
-    others lies the slowest fabric of the machine, which joins its hosts, or, where values go over links of the run, such
-    a link. Fake devices without a topology are near.
+    others lies the slowest fabric of the machine, which joins its hosts, or, where values go over links, a link. Fake
+    devices without a topology are near.
     """
     meshes = [m for m in (giver, taker) if m is not None]
     if not meshes:

@@ -138,7 +138,8 @@ def an_argument_of_two_stages_and_results_elsewhere():
     made = executable_of(step)
     tasks = [id for id, task in made.plan.built.tasks.items() if task.plan is not None]
     assert sorted(made._executables) == sorted(id for id in tasks if id.stage == current().me)
-    assert made.audit().ok
+    audit = made.audit()
+    assert audit.ok and [*audit.links] == [1 - current().me] and "the link to process" in str(audit)
 
 
 @case()

@@ -260,6 +260,8 @@ def a_pipeline():
     plan = train.plan(params, batch)
     assert {t.carrier for t in plan.transfers} == {"put"}
     assert "put" in plan.explain()
+    audit = train.compile(params, batch).audit()
+    assert audit.ok and not audit.links
 
 
 def main(names):
