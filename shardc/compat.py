@@ -610,7 +610,7 @@ def copies_to(shardings: Sequence[Any]) -> Callable[[Sequence[jax.Array]], Seque
     if copy is None:
         return lambda xs: jax.device_put(list(xs), list(shardings))
     targets = list(shardings)
-    devices = [s._internal_device_list.addressable_device_list for s in targets]
+    devices = [s._internal_device_list for s in targets]  # of other processes too
     semantics = [_xla.ArrayCopySemantics.ALWAYS_COPY] * len(targets)
 
     def copied(xs: Sequence[jax.Array]) -> Sequence[jax.Array]:

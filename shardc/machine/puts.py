@@ -15,8 +15,8 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from itertools import count, groupby
 from queue import SimpleQueue
@@ -25,6 +25,7 @@ from typing import Any, Final, NamedTuple
 import jax
 from jax.sharding import SingleDeviceSharding
 
+from shardc import compat
 from shardc.errors import ClusterError, PeerLostError
 from shardc.machine.devices import RemoteDevice, runtimes_of
 from shardc.runtime.cluster import Cluster, current
@@ -151,7 +152,7 @@ class Puts:
         cluster = self._cluster
         assert cluster is not None
         with self._lock:  # one order on all links
-            given = Ticket(**{**vars(ticket), "at": self._given})
+            given = replace(ticket, at=self._given)
             self._given += ticket.transfers
             for p in cluster.config.island(cluster.me)[1:]:
                 cluster.link(p).send(given.to_frame(0))
@@ -191,10 +192,9 @@ class Puts:
             own = iter(self._held.pop(ticket.number) if ticket.giver == cluster.me else ())
         came: list[Any] = []
         for source, target, types in ticket.calls:
-            device, into = self._devices[source], SingleDeviceSharding(self._devices[target])
-            given = ticket.giver == cluster.me
+            device, given = self._devices[source], ticket.giver == cluster.me
             arrays = [next(own).array if given else _absent(device, tuple(shape), t) for shape, t in types]
-            put = jax.device_put(arrays, [into] * len(arrays))
+            put = _put_onto(self._devices[target], len(arrays))(arrays)
             came += put if ticket.taker == cluster.me else ()
         if ticket.taker == cluster.me:
             network, run, channel, key, about = ticket.frame
@@ -216,6 +216,12 @@ class Puts:
 def _device_of(x: jax.Array) -> Any:
     (device,) = x.sharding.device_set
     return device
+
+
+@lru_cache(maxsize=4096)
+def _put_onto(device: Any, arrays: int) -> Callable[[Sequence[jax.Array]], Sequence[jax.Array]]:
+    """`jax.device_put` of so many arrays of one device onto another one."""
+    return compat.copies_to([SingleDeviceSharding(device)] * arrays)
 
 
 @lru_cache(maxsize=4096)

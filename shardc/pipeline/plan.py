@@ -233,8 +233,10 @@ class MpmdPlan:
             carrier = given.carrier_to(taken, way)
             priced = size if self.pipeline.meshes is None else way.device_bytes
         seconds = link.latency + priced / link.bandwidth
-        crosses = (n * count for n in crosses)
-        return Transfer(source, target, size * count, count, line, value, seconds, *crosses, carrier)
+        border, device, before, after = (n * count for n in crosses)
+        return Transfer(
+            source, target, size * count, count, line, value, seconds, border, device, before, after, carrier
+        )  # fmt: skip
 
     def _place(self, stage: int, aval: Any, placement: Placement) -> Place:
         return Place(aval, self.request.meshes[self.stages[stage].rank], placement)

@@ -104,7 +104,7 @@ def test_another_process_asks_for_a_ticket(idle):
 
 def test_what_has_come_goes_to_its_network(idle, monkeypatch):
     run, made = opened(2)
-    monkeypatch.setattr(puts.jax, "device_put", lambda xs, to: [("put", x.shape) for x in xs])
+    monkeypatch.setattr(puts, "_put_onto", lambda *_: lambda xs: [("put", x.shape) for x in xs])
     monkeypatch.setattr(puts, "_absent", lambda device, shape, dtype: np.zeros(shape, dtype))
     made._issue(Ticket(0, 1, 0, [(0, 5, [((3,), "float32")])], (9, 1, 2, 0, "[]"), 0))  # others' values: counted
     made._issue(Ticket(1, 2, 0, [(0, 5, [((3,), "float32"), ((2, 2), "bool")])], (9, 1, 2, 4, "[]"), 1))
