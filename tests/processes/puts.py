@@ -77,7 +77,7 @@ class Inbox:
         self.frames.put((peer, frame))
 
     def lose(self, error):
-        raise error
+        """Handle the loss of a process: who waits for it raises."""
 
     def send(self, ways, left, peer, key=0):
         about, buffers = ways.pack(peer, left)
