@@ -42,6 +42,8 @@ from shardc.execute.remote_values import bring, whole
 from shardc.machine.devices import me
 from shardc.passes.trace.trace import is_array
 from shardc.runtime.calls import processes_text, refuse_unlike
+from shardc.runtime.cluster import current
+from shardc.runtime.replay import replaceable
 from shardc.sbp.signature import is_extended
 
 _log: Final = logging.getLogger("shardc")
@@ -128,6 +130,28 @@ def _same(plan: PlannedFlow, rounds: int | None) -> dict[str, str]:
     }
 
 
+def run_facts(plan: PlannedFlow, rounds: int | None, values: Mapping[str, Any]) -> dict[str, str]:
+    """The facts of a run that a process knows which joins it: types, settings, and the values that it has whole."""
+    has = {name: x for name, x in values.items() if given_whole(x) and not is_remote(x)}
+    return {**_same(plan, rounds), **value_facts(has, has.values())}
+
+
+def replaceable_processes(plan: PlannedFlow) -> list[int]:
+    """The processes that may be replaced while a run goes on: they keep nothing of it that the others cannot give them
+    again. A host function that is given nothing may have a place in its data."""
+    cluster, built = current(), plan.built
+    if cluster is None or cluster.config.per_island > 1 or not (cluster.config.restarts or cluster.config.joins):
+        return []
+    makers = {o.node for o in built.state if o.node is not None}
+    holders = [
+        n for n in plan.nodes
+        if n in makers or n.work.actor is not None or n.work.changes
+        or not (n.work.meshes or any(isinstance(x, RoundValue) for x in n.given))
+    ]  # fmt: skip
+    held = {p for n in holders for p in built.processes_of(n)}
+    return [p for p in replaceable(plan.network, built.processes) if p not in held]
+
+
 def values_of_state(
     plan: PlannedFlow, state: Sequence[Any], pending: Mapping[str, Sequence[Any]] | None
 ) -> dict[str, Any]:
@@ -192,6 +216,8 @@ class FlowProcesses:
 
     def __init__(self, plan: PlannedFlow, run: NetworkRun) -> None:
         self.run, self.cluster = run, run.cluster
+        self._first: Sequence[int] = ()
+        """Of each process the first round that it has run in the last run."""
         self._built, self._where = plan.built, plan.round.where
         self._name = f"a run of the flow {plan.name}, its first state"
         self._told = 0, 0
@@ -202,9 +228,10 @@ class FlowProcesses:
         call it together."""
         group = group_of_run()
         assert group is not None
-        said = group.gather(
-            "the end of a flow's run", {"failed": "" if failed is None else json.dumps(failed), "rounds": str(rounds)}
-        )
+        facts = {"failed": "" if failed is None else json.dumps(failed), "rounds": str(rounds)}
+        said = group.gather("the end of a flow's run", {**facts, "first": str(self.run.first)})
+        self.run.end_replaceable()
+        self._first, self.run.first = [int(facts["first"]) for facts in said], 0
         known = [(p, *json.loads(facts["failed"])) for p, facts in enumerate(said) if facts["failed"]]
         if not known:
             return min(int(facts["rounds"]) for facts in said)
@@ -353,10 +380,15 @@ class FlowProcesses:
           logs: with the results of nodes of this process.
         """
         found = self.tell([Told((n, i), n.results[i], self._processes_of(n), xs) for (n, i), xs in logs.items()])
-        return {
+        all_rounds = {
             (n, i): xs if self._is_here(n) else [_elsewhere(n.results[i], n.work.gives[i], (x,)) for x in xs]
             for (n, i), xs in found.items()
         }
+        return {(n, i): [None] * (self._lost_rounds(n) // n.every) + [*xs] for (n, i), xs in all_rounds.items()}
+
+    def _lost_rounds(self, node: FlowNode) -> int:
+        """The first rounds of the last run whose results were lost with a process."""
+        return self._first[self._processes_of(node)[0]]
 
     def _processes_of(self, node: FlowNode) -> Sequence[int]:
         return self._built.processes_of(node)

@@ -8,8 +8,9 @@ them call `send` together where its pieces are spread over them.
 from __future__ import annotations
 
 import hashlib
+import json
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from time import monotonic
 from typing import Any, Final
@@ -26,6 +27,7 @@ from shardc.execute.process_group import look_at_run
 from shardc.execute.remote_values import whole
 from shardc.machine.devices import processes_of
 from shardc.runtime.actor import Network
+from shardc.runtime.calls import refuse_unlike
 from shardc.runtime.cluster import Cluster, current
 from shardc.runtime.distributed_network import Codec, DistributedNetwork, Expected
 from shardc.runtime.executor import Executor, ProcessShare
@@ -46,6 +48,10 @@ class NetworkRun:
       codec: of its messages.
       what: what runs in the processes, for errors: `step: its stages`.
       crossing: as in `DistributedNetwork`.
+      replaceable: the processes that may be replaced while a run goes on.
+
+    Attributes:
+      first: the first round of the first run that this process runs: not 0 if it has joined the others in it.
 
     Raises:
       ClusterError: this process runs alone.
@@ -53,7 +59,7 @@ class NetworkRun:
 
     def __init__(  # a network, and where it runs
         self, net: Network, digest: str, places: Sequence[Sequence[int]], codec: Codec, what: str,
-        crossing: Collection[int] = (),
+        crossing: Collection[int] = (), replaceable: Collection[int] = (),
     ) -> None:  # fmt: skip
         cluster = current()
         if cluster is None or cluster.processes == 1:
@@ -67,6 +73,9 @@ class NetworkRun:
         links = {p: cluster.link(p) for p in range(cluster.processes) if p != cluster.me}
         number = int.from_bytes(hashlib.sha256(f"{digest} {cluster.count(digest)}".encode()).digest()[:8])
         self.network = DistributedNetwork(net, number, places, links, codec, crossing)
+        self.replaceable = frozenset(replaceable)
+        self.first = 0
+        cluster.welcomes[number] = self.network.welcome
         self._finalizer = weakref.finalize(self, _close, self.network, cluster)
 
     @property
@@ -78,20 +87,94 @@ class NetworkRun:
     def share(self) -> ProcessShare:
         """The actors of this process, for the executor."""
         net = self.network
+        unbound = [i for i, c in enumerate(net.net.channels) if c.registers is None and c.target in net.mine]
         return ProcessShare(
-            net.mine, net.ports, self.cluster.config.patience, look_at_run, net.channels, net.others
+            net.mine, net.ports, self.cluster.config.patience, self._look, net.channels, net.others,
+            [i for i in unbound if net.net.channels[i].source not in net.mine and net.me in self.replaceable],
         )  # fmt: skip
 
-    def open(self, executor: Executor) -> None:
-        """Open the part of the network here, when all processes do; from now on it says for whom its actors wait."""
-        network, waits = self.network, self.cluster.waits
+    def _look(self) -> None:
+        """Raise if the run cannot go on. That of a process that may be replaced is not noticed by its link."""
+        look_at_run()
+        if self.cluster.replaced:
+            self.cluster.check()
+
+    def open(self, executor: Executor, facts: Callable[[], Mapping[str, str]] = dict) -> None:
+        """Open the part of the network here, when all processes do; from now on it says for whom its actors wait.
+
+        A process that was started in place of a lost one joins the run that goes on.
+
+        Args:
+          facts: gives what this process knows of that run, which it then compares.
+
+        Raises:
+          ClusterError: the run that goes on is not the first one of this process' script.
+          DisagreementError: it has other facts.
+        """
+        network, waits, cluster = self.network, self.cluster.waits, self.cluster
         with waits.during(list(network.links), "to open the network"):
-            network.open(executor.mailboxes, self.cluster.config.patience)
+            if cluster.config.joins:
+                self.first = self._join(executor, facts())
+            else:
+                network.open(executor.mailboxes, cluster.config.patience)
         watch = executor.watch()
         waits.networks[network.number] = lambda: network.waits(watch.look())
 
     def close(self) -> None:
         self._finalizer()
+
+    # -- processes that are replaced while a run goes on
+
+    def begin_replaceable(self, run: int, facts: Callable[[], Mapping[str, str]]) -> None:
+        """From now on processes may be replaced in a run, which is the first call of the script that others take part
+        in: a new process comes to it first of all.
+
+        Args:
+          facts: gives what this process knows of the run.
+        """
+        cluster, processes = self.cluster, self.replaceable
+        if not processes:
+            return
+        cluster.replaced = processes
+        self.network.begin_replays(run, processes)
+        if cluster.me == self._speaker:
+            said = {"network": self.network.number, "run": run, "counts": cluster.counts(), "facts": dict(facts())}
+            cluster.say_run({"replaceable": sorted(processes), **said})
+
+    def end_replaceable(self) -> None:
+        """From now on no process may be replaced.
+
+        Raises:
+          PeerLostError: one is lost.
+        """
+        if self.cluster.replaced:
+            if self.cluster.me == self._speaker:
+                self.cluster.say_run({})
+            self.cluster.replaced = frozenset()
+            self.network.end_replays()
+
+    @property
+    def _speaker(self) -> int:
+        return min(p for p in range(self.cluster.processes) if p not in self.replaceable)
+
+    def _join(self, executor: Executor, facts: Mapping[str, str]) -> int:
+        """Join the run that goes on. Returns the first round of this process."""
+        cluster, network = self.cluster, self.network
+        said = json.loads(cluster.wait_for_run(self._speaker))
+        if said.get("network") != network.number:
+            raise ClusterError(
+                f"process {cluster.me} was started again and cannot join the others: they run another flow, or none."
+            )
+        both = sorted(facts.keys() & said["facts"].keys())
+        others = [[p for p in range(cluster.processes) if p != cluster.me], [cluster.me]]
+        refuse_unlike(
+            "the run that goes on", [ps[0] for ps in others],
+            [{k: all_facts[k] for k in both} for all_facts in (said["facts"], facts)],
+        )  # fmt: skip
+        cluster.join(said["counts"])
+        cluster.replaced = self.replaceable
+        network.begin_replays(said["run"], self.replaceable)
+        return network.join(executor.mailboxes, said["run"], cluster.check, cluster.config.patience)
 
     # -- values besides the messages
 
@@ -127,6 +210,18 @@ class NetworkRun:
         return RemoteArray(aval, placement, mesh, arrival)
 
 
+def is_first_call() -> bool:
+    """Whether the next call that others take part in is the first one of this process' script."""
+    cluster = current()
+    return cluster is not None and cluster.is_first_call
+
+
+def joins_others() -> bool:
+    """Whether this process was started in place of a lost one, and has not joined the others yet."""
+    cluster = current()
+    return cluster is not None and cluster.config.joins
+
+
 def _value(packed: Packed, aval: Any) -> Any:
     return of_words(unpack_array(packed), aval.dtype) if packed[0] else None
 
@@ -145,4 +240,5 @@ def _awaited(expected: Expected, peer: int, cluster: Cluster) -> Packed:
 
 def _close(network: DistributedNetwork, cluster: Cluster) -> None:
     cluster.waits.networks.pop(network.number, None)
+    cluster.welcomes.pop(network.number, None)
     network.close()

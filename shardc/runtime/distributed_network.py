@@ -11,21 +11,29 @@ Values go besides the network too, to `expect`ers: arguments that several stages
 from __future__ import annotations
 
 import json
+import logging
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from queue import SimpleQueue
-from typing import Any, Protocol
+from time import monotonic
+from typing import Any, Final, Protocol
 from weakref import WeakValueDictionary
 
 from shardc.errors import ClusterError, PeerLostError, PipelineError
 from shardc.runtime.actor import Message, Network
 from shardc.runtime.calls import processes_text
 from shardc.runtime.mailbox import ALL_RUNS, Mailbox, Port, RunStopped, stop_all
+from shardc.runtime.replay import Replay
 from shardc.runtime.stalls import Stall
 from shardc.runtime.status.waits import Wait
 from shardc.runtime.transport.connection import Frame, FrameKind
 from shardc.runtime.transport.link import Link, Packed
+
+_log: Final = logging.getLogger("shardc")
+_LOOK: Final = 0.5
+"""Seconds between two looks of a process that joins a run: whether it still goes on."""
 
 
 class Codec(Protocol):
@@ -112,7 +120,7 @@ class DistributedNetwork:
         self, net: Network, number: int, places: Sequence[Sequence[int]], links: Mapping[int, Link], codec: Codec,
         crossing: Collection[int] = (),
     ) -> None:  # fmt: skip
-        self.net, self.number, self.places, self.links, self.codec = net, number, places, links, codec
+        self.net, self.number, self.places, self.links, self.codec = net, number, places, dict(links), codec
         self.me = next((link.me for link in links.values()), places[0][0] if places else 0)
         self.mine = [a for a, ps in enumerate(places) if not links or self.me in ps]
         self.ports: dict[int, Port] = {
@@ -152,6 +160,12 @@ class DistributedNetwork:
         """The runs that other processes have stopped."""
         self._values: dict[tuple[int, int], Expected] = {}
         self._awaited: WeakValueDictionary[tuple[int, int], Expected] = WeakValueDictionary()
+        self._replays: dict[int, Replay] = {}
+        """Of a run that goes on, of each process that may be replaced."""
+        self._replayed = 0
+        """The number of that run."""
+        self._answers: dict[int, dict[str, Any]] = {}
+        """What others have answered this process, which is the successor of one that they have lost."""
 
     def open(self, mailboxes: Mapping[int, Mailbox], seconds: float) -> None:
         """Wait until all other processes have opened the network too. From then on any of them may send.
@@ -175,6 +189,122 @@ class DistributedNetwork:
                 f"within {seconds:g} s. Each process has to make the same calls in the same order; if it only takes "
                 "longer, give `--deadline` more seconds."
             )
+
+    # -- processes that are replaced while a run goes on
+
+    def begin_replays(self, run: int, processes: Collection[int]) -> None:
+        """From now on these processes may be replaced in a run."""
+        with self._changed:
+            self._replayed = run
+            self._replays = {p: Replay(self.net, self.places, p, self.me) for p in processes if p != self.me}
+
+    def end_replays(self) -> None:
+        """From now on no process may be replaced.
+
+        Raises:
+          PeerLostError: one of them is lost, and its successor has not come.
+        """
+        with self._changed:
+            replays, self._replays = self._replays, {}
+        for peer, replay in replays.items():
+            if not replay.present:
+                self._give_up(PeerLostError(f"process {peer} is lost, and all others have ended the run.", peer))
+        if self._lost is not None:
+            raise PeerLostError(str(self._lost), self._lost.process)
+
+    def replay(self, run: int, peer: int) -> Replay | None:
+        return self._replays.get(peer) if run == self._replayed else None
+
+    def post(self, run: int, peer: int, channel: int, send: Callable[[Link], None]) -> None:
+        """Send a message to another process, or keep it for the successor of that one."""
+        replay = self.replay(run, peer)
+        if replay is None:
+            send(self.links[peer])
+            return
+        with replay.lock:
+            replay.keep(channel, send)
+            if replay.present:
+                send(self.links[peer])
+
+    def give_back(self, run: int, peer: int, channel: int) -> None:
+        """Tell another process that a register of a channel from there is free."""
+        replay = self.replay(run, peer)
+        if replay is not None:
+            with replay.lock:
+                if not replay.takes(channel):
+                    return
+        self.links[peer].send(Frame(FrameKind.CREDIT, self.number, run, channel))
+
+    def welcome(self, link: Link) -> None:
+        """Take the link to the successor of a process."""
+        with self._changed:
+            if link.peer not in self._replays:
+                return
+            self.links[link.peer] = link
+        link.add(self.number, _Successor(self, link))
+
+    def join(self, mailboxes: Mapping[int, Mailbox], run: int, look: Callable[[], object], seconds: float) -> int:
+        """Do `open` in the successor of a process, for a run that goes on. Returns the first round of which something
+        of this process has not come to another one.
+
+        Raises:
+          PeerLostError, ClusterError: as `open`; or the run is over in another process.
+        """
+        self._mailboxes = mailboxes
+        answers = self._answers
+        for link in self.links.values():
+            link.add(self.number, self)
+            link.send(self._opening(run, {"joins": True}))
+        until = monotonic() + seconds
+        while len(answers) < len(self.links) and self._lost is None and monotonic() < until:
+            look()
+            with self._changed:
+                self._changed.wait_for(lambda: len(answers) == len(self.links) or self._lost is not None, _LOOK)
+        with self._changed:
+            missing, over = sorted(self.links.keys() - answers.keys()), [p for p, a in answers.items() if a["over"]]
+        if self._lost is not None:
+            raise PeerLostError(str(self._lost), self._lost.process)
+        if missing or over:
+            what = f"have not answered within {seconds:g} s" if missing else "have ended it"
+            raise ClusterError(
+                f"process {self.me} was started again and cannot join the run: {processes_text(missing or over)} {what}."
+            )
+        first = min(r for answer in answers.values() for r in answer["missing"])
+        self._opened |= answers.keys()
+        for link in self.links.values():
+            link.send(self._opening(run, {"begins": first}))
+        return first
+
+    def _opening(self, run: int, said: Mapping[str, Any]) -> Frame:
+        return Frame(FrameKind.OPEN, self.number, run, about=json.dumps(said).encode())
+
+    def _successor(self, peer: int, frame: Frame) -> None:
+        """Handle what the successor of a process says, or what this process is answered as one."""
+        said, run = json.loads(frame.about), frame.run
+        replay = self.replay(run, peer)
+        if "missing" in said:
+            with self._changed:
+                self._answers[peer] = said
+                self._changed.notify_all()
+        elif "joins" in said:
+            missing = [] if replay is None else replay.first_missing
+            answer = {"missing": missing, "over": replay is None}
+            self.links[peer].send(self._opening(run, answer))
+        elif replay is not None:
+            with replay.lock:
+                for send in replay.begin(said["begins"]):
+                    send(self.links[peer])
+            with self._changed:
+                end, why = self._ends.get(run), self._why_stopped(run)
+            if end is not None:
+                self.links[peer].send(Frame(FrameKind.END, self.number, run, 0, end))
+            if why is not None:
+                self.links[peer].send(self.stop_frame(run, why))
+            if self.me == 0:
+                _log.warning(
+                    "process %d goes on with round %d: its calls since then are made again; results of rounds before "
+                    "that only it had are lost.", peer, said["begins"],
+                )  # fmt: skip
 
     def close(self) -> None:
         """Accept no more messages. Values that a caller still waits for arrive: other processes may be behind."""
@@ -224,6 +354,8 @@ class DistributedNetwork:
                     self.end(frame.run, frame.key)
                 case FrameKind.VALUE:
                     self._value(frame.run, frame.channel).put((frame.about, frame.buffers))
+                case FrameKind.OPEN if frame.about:
+                    self._successor(peer, frame)
                 case FrameKind.OPEN:
                     with self._changed:
                         self._opened.add(peer)
@@ -249,6 +381,8 @@ class DistributedNetwork:
     def _message(self, peer: int, frame: Frame) -> None:
         sources = self.places[self.net.channels[frame.channel].source]
         part = frame.about, frame.buffers
+        if (replay := self.replay(frame.run, peer)) is not None and not self._is_new(replay, peer, frame):
+            return
         if len(sources) == 1:
             self._deliver(frame, {peer: part})
             return
@@ -262,6 +396,16 @@ class DistributedNetwork:
         del part
         while (parts := self._whole(at)) is not None:
             self._deliver(frame, parts)
+
+    def _is_new(self, replay: Replay, peer: int, frame: Frame) -> bool:
+        """Whether a message has not come before, from a process that has been replaced since."""
+        with replay.lock:
+            if replay.comes(frame.channel):
+                return True
+            is_free = replay.was_taken(frame.channel)
+        if is_free:
+            self.links[peer].send(Frame(FrameKind.CREDIT, self.number, frame.run, frame.channel))
+        return False
 
     def _whole(self, at: tuple[int, int, int]) -> dict[int, Packed] | None:
         """The next message of a channel and key, if all its parts are there; else this thread joins no more of them."""
@@ -297,6 +441,13 @@ class DistributedNetwork:
                 self._changed.notify_all()
             return
         channel = self.net.channels[frame.channel]
+        if (replay := self.replay(frame.run, peer)) is not None:
+            with replay.lock:
+                is_new = replay.frees(frame.channel)
+            if not is_new:
+                return
+        if channel.registers is None:
+            return
         readers = self.places[channel.target]
         if len(readers) > 1:
             with self._changed:
@@ -329,6 +480,11 @@ class DistributedNetwork:
         If the process has left on purpose, everything it sent has arrived: a run goes on until it waits for more.
         """
         link = self.links.get(error.process)
+        replay = self._replays.get(error.process)
+        if replay is not None and link is not None and link.lost is error:
+            with replay.lock:
+                replay.present = False
+            return
         if link is None or not link.left or link.lost is not error or error.process not in self._opened:
             self._give_up(error)
             return
@@ -483,6 +639,21 @@ class DistributedNetwork:
         self.links[peer].send_when_packed(frame)
 
 
+class _Successor:
+    """The successor of a process, as a receiver of what comes over its link, as long as it is the last one."""
+
+    def __init__(self, network: DistributedNetwork, link: Link) -> None:
+        self._network, self._link = network, link
+
+    def receive(self, peer: int, frame: Frame) -> None:
+        if self._network.links.get(peer) is self._link:
+            self._network.receive(peer, frame)
+
+    def lose(self, error: PeerLostError) -> None:
+        if self._network.links.get(error.process) is self._link:
+            self._network.lose(error)
+
+
 class _Packer:
     """A thread that sends parts in order, each when it is computed."""
 
@@ -544,20 +715,25 @@ class _RemotePort:
         source = net.net.channels[channel].source
         if net.me in self._takers or len(net.places[source]) > 1:
             ready = value is None or net.codec.is_ready(value)
-            net.packer(source).do(lambda: self._send(frame), ready)
+            net.packer(source).do(lambda: self._send(run, channel, frame), ready)
             return
-        name = net.number, run, message  # those of later rounds do not overtake it
-        for link in (net.links[p] for p in self._takers):
+
+        def send(link: Link) -> None:
+            # those of later rounds do not overtake it
+            name = net.number, run, message if net.replay(run, link.peer) is None else channel
             if link.is_packing(name) or not (value is None or net.codec.is_ready(value)):
-                link.send_when_packed(lambda peer=link.peer: frame(peer), name)
+                link.send_when_packed(lambda: frame(link.peer), name)
             else:
                 link.send(frame(link.peer))
 
-    def _send(self, frame: Callable[[int], Frame]) -> None:
+        for p in self._takers:
+            net.post(run, p, channel, send)
+
+    def _send(self, run: int, channel: int, frame: Callable[[int], Frame]) -> None:
         net = self._network
         for p in self._takers:  # the part for this process last: others wait for theirs
             if p != net.me:
-                net.links[p].send(frame(p))
+                net.post(run, p, channel, partial(Link.send, frame=frame(p)))
         if net.me in self._takers:
             net.receive(net.me, frame(net.me))
 
@@ -567,7 +743,7 @@ class _RemotePort:
             if p == self._network.me:
                 self._network.receive(p, frame)
             else:
-                self._network.links[p].send(frame)
+                self._network.give_back(run, p, channel)
 
     def end(self, run: int, rounds: int) -> None:
         self._network.end(run, rounds)

@@ -61,6 +61,10 @@ class Link(Connection):
         self._packer = threading.Thread()
         self.start()
 
+    def drop(self, why: str) -> None:
+        """Count the peer as lost."""
+        self._lose(why)
+
     # -- sending
 
     def send_when_packed(self, make: Callable[[], Frame], name: Hashable = None) -> None:
