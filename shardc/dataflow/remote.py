@@ -149,7 +149,12 @@ def replaceable_processes(plan: PlannedFlow) -> list[int]:
         or not (n.work.meshes or any(isinstance(x, RoundValue) for x in n.given))
     ]  # fmt: skip
     held = {p for n in holders for p in built.processes_of(n)}
-    return [p for p in replaceable(plan.network, built.processes) if p not in held]
+    return replaceable(plan.network, built.processes, held, empty_channels(plan))
+
+
+def empty_channels(plan: PlannedFlow) -> list[int]:
+    """The channels of edges without values."""
+    return [channel for channel, e in enumerate(plan.edges) if not e.moves]
 
 
 def values_of_state(

@@ -47,7 +47,7 @@ class NetworkRun:
       places: for each actor the processes that run it.
       codec: of its messages.
       what: what runs in the processes, for errors: `step: its stages`.
-      crossing: as in `DistributedNetwork`.
+      crossing, empty: as in `DistributedNetwork`.
       replaceable: the processes that may be replaced while a run goes on.
 
     Attributes:
@@ -59,7 +59,7 @@ class NetworkRun:
 
     def __init__(  # a network, and where it runs
         self, net: Network, digest: str, places: Sequence[Sequence[int]], codec: Codec, what: str,
-        crossing: Collection[int] = (), replaceable: Collection[int] = (),
+        crossing: Collection[int] = (), empty: Collection[int] = (), replaceable: Collection[int] = (),
     ) -> None:  # fmt: skip
         cluster = current()
         if cluster is None or cluster.processes == 1:
@@ -72,7 +72,7 @@ class NetworkRun:
         self._epoch = cluster.epoch
         links = {p: cluster.link(p) for p in range(cluster.processes) if p != cluster.me}
         number = int.from_bytes(hashlib.sha256(f"{digest} {cluster.count(digest)}".encode()).digest()[:8])
-        self.network = DistributedNetwork(net, number, places, links, codec, crossing)
+        self.network = DistributedNetwork(net, number, places, links, codec, crossing, empty)
         self.replaceable = frozenset(replaceable)
         self.first = 0
         cluster.welcomes[number] = self.network.welcome

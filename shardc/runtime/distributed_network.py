@@ -109,6 +109,7 @@ class DistributedNetwork:
       codec: for values. A packed value has a description or a buffer; without both it arrives as None.
       crossing: the channels between actors of the same several processes whose parts go to all of these; a message of
         the others stays in each process.
+      empty: the channels whose messages have no values.
 
     Attributes:
       mine: the actors of this process.
@@ -118,7 +119,7 @@ class DistributedNetwork:
 
     def __init__(  # a network, and where it runs
         self, net: Network, number: int, places: Sequence[Sequence[int]], links: Mapping[int, Link], codec: Codec,
-        crossing: Collection[int] = (),
+        crossing: Collection[int] = (), empty: Collection[int] = (),
     ) -> None:  # fmt: skip
         self.net, self.number, self.places, self.links, self.codec = net, number, places, dict(links), codec
         self.me = next((link.me for link in links.values()), places[0][0] if places else 0)
@@ -164,8 +165,13 @@ class DistributedNetwork:
         """Of a run that goes on, of each process that may be replaced."""
         self._replayed = 0
         """The number of that run."""
+        self._joins = False
+        """Whether this process is the successor of one that the others have lost, and has not begun."""
         self._answers: dict[int, dict[str, Any]] = {}
-        """What others have answered this process, which is the successor of one that they have lost."""
+        """What others have answered it."""
+        self._later: dict[int, Frame] = {}
+        """Successors with a higher number, and what they ask: they are answered when this one has begun."""
+        self._empty = frozenset(empty)
 
     def open(self, mailboxes: Mapping[int, Mailbox], seconds: float) -> None:
         """Wait until all other processes have opened the network too. From then on any of them may send.
@@ -196,7 +202,9 @@ class DistributedNetwork:
         """From now on these processes may be replaced in a run."""
         with self._changed:
             self._replayed = run
-            self._replays = {p: Replay(self.net, self.places, p, self.me) for p in processes if p != self.me}
+            self._replays = {
+                p: Replay(self.net, self.places, p, self.me, self._empty) for p in processes if p != self.me
+            }
 
     def end_replays(self) -> None:
         """From now on no process may be replaced.
@@ -241,7 +249,10 @@ class DistributedNetwork:
             if link.peer not in self._replays:
                 return
             self.links[link.peer] = link
+            joins = self._joins
         link.add(self.number, _Successor(self, link))
+        if joins:
+            link.send(self._opening(self._replayed, {"joins": True}))
 
     def join(self, mailboxes: Mapping[int, Mailbox], run: int, look: Callable[[], object], seconds: float) -> int:
         """Do `open` in the successor of a process, for a run that goes on. Returns the first round of which something
@@ -250,29 +261,33 @@ class DistributedNetwork:
         Raises:
           PeerLostError, ClusterError: as `open`; or the run is over in another process.
         """
-        self._mailboxes = mailboxes
-        answers = self._answers
+        self._mailboxes, answers, self._joins = mailboxes, self._answers, True
         for link in self.links.values():
             link.add(self.number, self)
             link.send(self._opening(run, {"joins": True}))
         until = monotonic() + seconds
-        while len(answers) < len(self.links) and self._lost is None and monotonic() < until:
+        missing = lambda: sorted(self.links.keys() - answers.keys() - self._later.keys())  # noqa: E731
+        while missing() and self._lost is None and monotonic() < until:
             look()
             with self._changed:
-                self._changed.wait_for(lambda: len(answers) == len(self.links) or self._lost is not None, _LOOK)
+                self._changed.wait_for(lambda: not missing() or self._lost is not None, _LOOK)
         with self._changed:
-            missing, over = sorted(self.links.keys() - answers.keys()), [p for p, a in answers.items() if a["over"]]
-        if self._lost is not None:
-            raise PeerLostError(str(self._lost), self._lost.process)
-        if missing or over:
-            what = f"have not answered within {seconds:g} s" if missing else "have ended it"
-            raise ClusterError(
-                f"process {self.me} was started again and cannot join the run: {processes_text(missing or over)} {what}."
-            )
-        first = min(r for answer in answers.values() for r in answer["missing"])
-        self._opened |= answers.keys()
+            if self._lost is not None:
+                raise PeerLostError(str(self._lost), self._lost.process)
+            late, over = missing(), sorted(p for p, a in answers.items() if a["over"])
+            if late or over:
+                what = f"have not answered within {seconds:g} s" if late else "have ended it"
+                who = processes_text(late or over)
+                raise ClusterError(f"process {self.me} was started again and cannot join the run: {who} {what}.")
+            first = min(r for answer in answers.values() for r in answer["missing"])
+            self._opened |= self.links.keys()
+            self._joins, later = False, self._later
+            for replay in self._replays.values():
+                replay.begin_here(first)
         for link in self.links.values():
             link.send(self._opening(run, {"begins": first}))
+        for peer, frame in later.items():
+            self._answer(peer, frame)
         return first
 
     def _opening(self, run: int, said: Mapping[str, Any]) -> Frame:
@@ -287,24 +302,51 @@ class DistributedNetwork:
                 self._answers[peer] = said
                 self._changed.notify_all()
         elif "joins" in said:
-            missing = [] if replay is None else replay.first_missing
-            answer = {"missing": missing, "over": replay is None}
-            self.links[peer].send(self._opening(run, answer))
-        elif replay is not None:
-            with replay.lock:
-                for send in replay.begin(said["begins"]):
-                    send(self.links[peer])
             with self._changed:
-                end, why = self._ends.get(run), self._why_stopped(run)
-            if end is not None:
-                self.links[peer].send(Frame(FrameKind.END, self.number, run, 0, end))
-            if why is not None:
-                self.links[peer].send(self.stop_frame(run, why))
-            if self.me == 0:
-                _log.warning(
-                    "process %d goes on with round %d: its calls since then are made again; results of rounds before "
-                    "that only it had are lost.", peer, said["begins"],
-                )  # fmt: skip
+                waits = self._joins and peer > self.me
+                if waits:
+                    self._later[peer] = frame
+                    self._changed.notify_all()
+            if not (waits or self._joins):
+                self._answer(peer, frame)
+        elif replay is not None:
+            self._begin_again(replay, peer, run, said["begins"])
+
+    def _answer(self, peer: int, frame: Frame) -> None:
+        """Answer the successor of a process what is missing here."""
+        replay = self.replay(frame.run, peer)
+        if replay is None:
+            missing: list[int] = []
+        else:
+            with replay.lock:
+                replay.present, missing = False, replay.first_missing
+        self.links[peer].send(self._opening(frame.run, {"missing": missing, "over": replay is None}))
+
+    def _begin_again(self, replay: Replay, peer: int, run: int, first: int) -> None:
+        """Send the successor of a process what it takes since its first round."""
+        link = self.links[peer]
+        with replay.lock:
+            try:
+                for channel, round, send in replay.begin(first):
+                    if send is not None:
+                        send(link)
+                    else:
+                        about, buffers = self.codec.pack(channel, peer, ())
+                        key = round % self.net.period
+                        link.send(Frame(FrameKind.MESSAGE, self.number, run, channel, key, about, buffers))
+            except LookupError as error:
+                self._give_up(PeerLostError(f"process {peer} is lost, and cannot be replaced: {error}.", peer))
+        with self._changed:
+            end, why = self._ends.get(run), self._why_stopped(run)
+        if end is not None:
+            link.send(Frame(FrameKind.END, self.number, run, 0, end))
+        if why is not None:
+            link.send(self.stop_frame(run, why))
+        if self.me == 0:
+            _log.warning(
+                "process %d goes on with round %d: its calls since then are made again; results of rounds before that "
+                "only it had are lost.", peer, first,
+            )  # fmt: skip
 
     def close(self) -> None:
         """Accept no more messages. Values that a caller still waits for arrive: other processes may be behind."""

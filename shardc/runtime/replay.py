@@ -13,8 +13,8 @@ from __future__ import annotations
 import threading
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple, TypeAlias
 
 from shardc.runtime.actor import Network
 from shardc.runtime.transport.link import Link
@@ -23,13 +23,21 @@ Send: TypeAlias = Callable[[Link], None]
 """Sends a message over a link."""
 
 
-def replaceable(net: Network, places: Sequence[Sequence[int]]) -> list[int]:
+def replaceable(
+    net: Network, places: Sequence[Sequence[int]], holders: Collection[int], empty: Collection[int]
+) -> list[int]:
     """The processes whose part of a network can be done again from what others have: none that keeps a message for a
-    later round, or runs an actor together with others; and no two of them exchange messages."""
+    later round, or runs an actor together with others; and no two of them exchange values.
+
+    Args:
+      net, places: the network, and the processes of its actors.
+      holders: processes that hold something else.
+      empty: the channels whose messages have no values.
+    """
     found: list[int] = []
-    for p in sorted({p for ps in places for p in ps}):
-        near = {q for c in net.channels for q in (*places[c.source], *places[c.target])
-                if p in places[c.source] or p in places[c.target]}  # fmt: skip
+    for p in sorted({p for ps in places for p in ps} - set(holders)):
+        ends = [{*places[c.source], *places[c.target]} for i, c in enumerate(net.channels) if i not in empty]
+        near = {q for both in ends if p in both for q in both}
         if near.isdisjoint(found) and _can_be_done_again(net, places, p):
             found.append(p)
     return found
@@ -47,6 +55,14 @@ def _can_be_done_again(net: Network, places: Sequence[Sequence[int]], p: int) ->
     while more := {c.source for c in given if c.target in heard and c.registers is not None} - heard:
         heard |= more
     return bool(mine) and heard == mine
+
+
+class Again(NamedTuple):
+    """A message that is sent again: its channel, its round, and how; None: it has no value."""
+
+    channel: int
+    round: int
+    send: Send | None
 
 
 class Rounds:
@@ -74,10 +90,14 @@ class Replay:
       net, places: the network, and the processes of its actors.
       peer: the process that may be replaced.
       me: this process.
+      empty: the channels whose messages have no values.
     """
 
-    def __init__(self, net: Network, places: Sequence[Sequence[int]], peer: int, me: int) -> None:
+    def __init__(
+        self, net: Network, places: Sequence[Sequence[int]], peer: int, me: int, empty: Collection[int]
+    ) -> None:
         self.lock = threading.RLock()
+        self._empty = empty
         self.present = True
         """Whether the peer, or its successor, takes messages."""
         of_peer = [i for i, c in enumerate(net.channels) if peer in places[c.source]]
@@ -85,9 +105,14 @@ class Replay:
         self._rounds = [Rounds(net, i) for i in range(len(net.channels))]
         self._coming = [i for i in out if me in places[net.channels[i].target]]
         """The channels from the peer to this process."""
+        self._going = [
+            i for i, c in enumerate(net.channels) if peer in places[c.target] and me in places[c.source] and me != peer
+        ]
         self._hears_all = out == self._coming
         self._ahead = net.period * sum(net.channels[i].registers or 0 for i in of_peer)
         """The most rounds by which the peer has taken messages before its own ones have come."""
+        self._is_begun = False
+        """Whether the peer has a successor."""
         self._begun = 0
         """The first round of the present peer."""
         self._kept: dict[int, deque[tuple[int, Send]]] = {}
@@ -153,10 +178,33 @@ class Replay:
         """For each channel from the peer to this process the first round of which nothing has come."""
         return [self._rounds[c].of(self._came[c]) for c in self._coming]
 
-    def begin(self, round: int) -> list[Send]:
-        """Begin with a successor, from this round on. Returns what sends it again what it takes since then."""
-        self._begun, self.present = round, True
+    def begin_here(self, round: int) -> None:
+        """Begin in the successor of a process, from this round on: it has nothing of earlier ones, and misses none."""
         for channel, rounds in enumerate(self._rounds):
-            self._next[channel] = self._next_freed[channel] = rounds.before(round)
-        firsts = {channel: self._next[channel] for channel in self._kept}
-        return [send for channel, kept in self._kept.items() for number, send in kept if number >= firsts[channel]]
+            first = rounds.before(round)
+            for known in (self._sent, self._came, self._taken, self._freed):
+                known[channel] = max(known[channel], first)
+            if not self._is_begun:
+                self._next[channel] = self._next_freed[channel] = first
+
+    def begin(self, round: int) -> list[Again]:
+        """Begin with the successor of the peer, from this round on. Returns what it is sent again, in the order of each
+        channel.
+
+        Raises:
+          LookupError: a value is not there any more.
+        """
+        self._begun, self._is_begun, self.present = round, True, True
+        found: list[Again] = []
+        for channel, rounds in enumerate(self._rounds):
+            first = self._next[channel] = self._next_freed[channel] = rounds.before(round)
+            if channel not in self._going:
+                continue
+            kept = self._kept.get(channel, ())
+            known = [number for number, _ in kept]
+            gone = range(first, known[0] if known else self._sent[channel])
+            if gone and channel not in self._empty:
+                raise LookupError(f"message {first} of channel {channel} is gone")
+            found += [Again(channel, rounds.of(number), None) for number in gone]
+            found += [Again(channel, rounds.of(number), send) for number, send in kept if number >= first]
+        return found
