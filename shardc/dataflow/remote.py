@@ -28,7 +28,7 @@ from shardc.dataflow.plan import PlannedFlow
 from shardc.dataflow.round import Fixed, FlowNode, Origin
 from shardc.dataflow.shared import Shared
 from shardc.dataflow.value import RoundValue
-from shardc.errors import RoundFailedError
+from shardc.errors import ArgumentError, MeshError, RoundFailedError, all_offenders
 from shardc.execute.network_run import NetworkRun
 from shardc.execute.process_group import (
     ProcessGroup,
@@ -128,6 +128,29 @@ def _same(plan: PlannedFlow, rounds: int | None) -> dict[str, str]:
         "the plan": f"digest {digest_of(plan)[:12]}",
         **environment(),
     }
+
+
+def refuse_absent(plan: PlannedFlow) -> None:
+    """Raise if processes of a flow are none of this run, or if another one has all of it.
+
+    Raises:
+      ArgumentError: `process=` of a host function is too high.
+      MeshError: this process has nothing to do.
+    """
+    cluster, where = current(), plan.round.where
+    last = 0 if cluster is None else cluster.processes - 1
+    named = [(n, n.work.process) for n in plan.nodes if n.work.process is not None]
+    wrong = [f"{n}: process={p}." for n, p in named if p > last]
+    if wrong:
+        have = f"processes 0 to {last}" if last else "one process, 0"
+        raise ArgumentError(all_offenders(f"{where}: this run has {have}; process= names one of them:", wrong))
+    all_processes = {p for ps in plan.built.processes for p in ps}
+    if len(all_processes) == 1 and me() not in all_processes:
+        raise MeshError(
+            f"{where}: all of its nodes run in process {min(all_processes)}, and process {me()} would have nothing to "
+            "do; give a function a mesh with devices of another process, or a host function process=, or let that "
+            "process alone run the flow."
+        )
 
 
 def run_facts(plan: PlannedFlow, rounds: int | None, values: Mapping[str, Any]) -> dict[str, str]:

@@ -327,7 +327,11 @@ class DistributedNetwork:
         link = self.links[peer]
         with replay.lock:
             try:
-                for channel, round, send in replay.begin(first):
+                again, credits = replay.begin(first)
+                for channel in credits.elements():
+                    if self.net.channels[channel].registers is not None:
+                        self._free(run, channel, peer)
+                for channel, round, send in again:
                     if send is not None:
                         send(link)
                     else:
@@ -490,17 +494,22 @@ class DistributedNetwork:
                 return
         if channel.registers is None:
             return
+        self._free(frame.run, frame.channel, peer)
+
+    def _free(self, run: int, number: int, peer: int) -> None:
+        """Count a credit of one reader of a channel: a register is free when all of them have given it back."""
+        channel = self.net.channels[number]
         readers = self.places[channel.target]
         if len(readers) > 1:
             with self._changed:
-                counts = self._credits.setdefault((frame.run, frame.channel), dict.fromkeys(readers, 0))
+                counts = self._credits.setdefault((run, number), dict.fromkeys(readers, 0))
                 before = min(counts.values())
                 counts[peer] += 1
                 if min(counts.values()) == before:
                     return
         mailbox = self._mailbox(channel.source)
         if mailbox is not None:
-            mailbox.credit(frame.run, frame.channel)
+            mailbox.credit(run, number)
 
     def _mailbox(self, actor: int) -> Mailbox | None:
         """The mailbox of an actor of this process; None if another thread has closed the network meanwhile."""

@@ -103,6 +103,7 @@ class Replay:
         of_peer = [i for i, c in enumerate(net.channels) if peer in places[c.source]]
         out = [i for i in of_peer if peer not in places[net.channels[i].target]]
         self._rounds = [Rounds(net, i) for i in range(len(net.channels))]
+        self._delay = [c.delay for c in net.channels]
         self._coming = [i for i in out if me in places[net.channels[i].target]]
         """The channels from the peer to this process."""
         self._going = [
@@ -187,24 +188,31 @@ class Replay:
             if not self._is_begun:
                 self._next[channel] = self._next_freed[channel] = first
 
-    def begin(self, round: int) -> list[Again]:
-        """Begin with the successor of the peer, from this round on. Returns what it is sent again, in the order of each
-        channel.
+    def begin(self, round: int) -> tuple[list[Again], Counter[int]]:
+        """Begin with the successor of the peer, from this round on.
+
+        Returns:
+          what it is sent again, in the order of each channel; and the credits of its predecessor that have not come, by
+          channel.
 
         Raises:
           LookupError: a value is not there any more.
         """
         self._begun, self._is_begun, self.present = round, True, True
         found: list[Again] = []
+        credits = Counter[int]()
         for channel, rounds in enumerate(self._rounds):
             first = self._next[channel] = self._next_freed[channel] = rounds.before(round)
             if channel not in self._going:
                 continue
+            credits[channel] = max(0, first - self._freed[channel])
+            self._freed[channel] += credits[channel]
             kept = self._kept.get(channel, ())
             known = [number for number, _ in kept]
-            gone = range(first, known[0] if known else self._sent[channel])
+            given = max(first, rounds.before(self._delay[channel]))  # it has the values that a run begins with
+            gone = range(given, known[0] if known else self._sent[channel])
             if gone and channel not in self._empty:
-                raise LookupError(f"message {first} of channel {channel} is gone")
+                raise LookupError(f"message {given} of channel {channel} is gone")
             found += [Again(channel, rounds.of(number), None) for number in gone]
             found += [Again(channel, rounds.of(number), send) for number, send in kept if number >= first]
-        return found
+        return found, credits
