@@ -88,7 +88,7 @@ class FlowRun:
 
     # -- opening
 
-    def _opened(self, facts: Callable[[], Mapping[str, str]]) -> Executor:
+    def _opened(self, facts: Callable[[], Mapping[str, str]] | None) -> Executor:
         if self._remote is not None and self._remote.run.is_over:
             self.close()
         if self._executor is None:
@@ -305,12 +305,11 @@ class FlowRun:
         is_first = is_first_call()
         if not (joins := joins_others()):
             self._agree(state, items, rounds, None if made is None else pending)
-        executor, remote = self._opened(facts), self._remote
+        executor, remote = self._opened(facts if is_first else None), self._remote
         if remote is not None and not joins:
             made = None if made is None else remote.brought_late(late, made)
             state = remote.brought(state)
-            if is_first:
-                remote.run.begin_replaceable(executor.runs + 1, facts)
+            remote.run.begin_replaceable(facts)
         state = self._beginning.own(state)
         first, past = self._beginning.first(state, made), self._beginning.past(state, made)
         self._now.run = current = RunResults(self.plan, self._here, state, items, late, past)

@@ -99,13 +99,13 @@ class NetworkRun:
         if self.cluster.replaced:
             self.cluster.check()
 
-    def open(self, executor: Executor, facts: Callable[[], Mapping[str, str]] = dict) -> None:
+    def open(self, executor: Executor, facts: Callable[[], Mapping[str, str]] | None = None) -> None:
         """Open the part of the network here, when all processes do; from now on it says for whom its actors wait.
 
         A process that was started in place of a lost one joins the run that goes on.
 
         Args:
-          facts: gives what this process knows of that run, which it then compares.
+          facts: gives what this process knows of the first run, if processes may be replaced in it.
 
         Raises:
           ClusterError: the run that goes on is not the first one of this process' script.
@@ -113,10 +113,15 @@ class NetworkRun:
         """
         network, waits, cluster = self.network, self.cluster.waits, self.cluster
         with waits.during(list(network.links), "to open the network"):
-            if cluster.config.joins:
-                self.first = self._join(executor, facts())
-            else:
+            said = self._joined(facts()) if cluster.config.joins and facts is not None else None
+            if facts is not None and self.replaceable:
+                cluster.replaced = self.replaceable
+                network.begin_replays(executor.runs + 1, self.replaceable)  # before any message of the run
+            if said is None:
                 network.open(executor.mailboxes, cluster.config.patience)
+            else:
+                cluster.join(said["counts"])
+                self.first = network.join(executor.mailboxes, executor.runs + 1, cluster.check, cluster.config.patience)
         watch = executor.watch()
         waits.networks[network.number] = lambda: network.waits(watch.look())
 
@@ -125,21 +130,16 @@ class NetworkRun:
 
     # -- processes that are replaced while a run goes on
 
-    def begin_replaceable(self, run: int, facts: Callable[[], Mapping[str, str]]) -> None:
-        """From now on processes may be replaced in a run, which is the first call of the script that others take part
-        in: a new process comes to it first of all.
+    def begin_replaceable(self, facts: Callable[[], Mapping[str, str]]) -> None:
+        """From now on processes may be replaced: a new one comes to this run first of all.
 
         Args:
           facts: gives what this process knows of the run.
         """
-        cluster, processes = self.cluster, self.replaceable
-        if not processes:
-            return
-        cluster.replaced = processes
-        self.network.begin_replays(run, processes)
-        if cluster.me == self._speaker:
-            said = {"network": self.network.number, "run": run, "counts": cluster.counts(), "facts": dict(facts())}
-            cluster.say_run({"replaceable": sorted(processes), **said})
+        cluster = self.cluster
+        if cluster.replaced and cluster.me == self._speaker:
+            said = {"network": self.network.number, "counts": cluster.counts(), "facts": dict(facts())}
+            cluster.say_run({"replaceable": sorted(self.replaceable), **said})
 
     def end_replaceable(self) -> None:
         """From now on no process may be replaced.
@@ -157,24 +157,18 @@ class NetworkRun:
     def _speaker(self) -> int:
         return min(p for p in range(self.cluster.processes) if p not in self.replaceable)
 
-    def _join(self, executor: Executor, facts: Mapping[str, str]) -> int:
-        """Join the run that goes on. Returns the first round of this process."""
-        cluster, network = self.cluster, self.network
+    def _joined(self, facts: Mapping[str, str]) -> Mapping[str, Any]:
+        """What the others tell of the run that goes on, which this process joins."""
+        cluster = self.cluster
         said = json.loads(cluster.wait_for_run(self._speaker))
-        if said.get("network") != network.number:
+        if said.get("network") != self.network.number:
             raise ClusterError(
                 f"process {cluster.me} was started again and cannot join the others: they run another flow, or none."
             )
         both = sorted(facts.keys() & said["facts"].keys())
-        others = [[p for p in range(cluster.processes) if p != cluster.me], [cluster.me]]
-        refuse_unlike(
-            "the run that goes on", [ps[0] for ps in others],
-            [{k: all_facts[k] for k in both} for all_facts in (said["facts"], facts)],
-        )  # fmt: skip
-        cluster.join(said["counts"])
-        cluster.replaced = self.replaceable
-        network.begin_replays(said["run"], self.replaceable)
-        return network.join(executor.mailboxes, said["run"], cluster.check, cluster.config.patience)
+        known = [{k: each[k] for k in both} for each in (said["facts"], facts)]
+        refuse_unlike("the run that goes on", [self._speaker, cluster.me], known)
+        return said
 
     # -- values besides the messages
 

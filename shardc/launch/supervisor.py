@@ -404,7 +404,8 @@ class Supervisor:
         lost = {f.process for f in failures}
         if not self._stop(cause, lost):
             return
-        self._say_restart(cause, "started again, and the others go on")
+        for failure in failures:
+            self._say_restart(failure, "started again, and the others go on")
         for p in sorted(lost):
             self._server.set(f"{self._epoch}/address/{p}", None)
             self._server.notify_all({"event": "away", "process": p, "restarts": self._restarts})

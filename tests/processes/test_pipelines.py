@@ -18,11 +18,11 @@ SECONDS = 400
 """Longest run."""
 
 
-def run(names, processes=2, islands=None, module="tests.processes.pipelines", devices=2):
+def run(names, processes=2, islands=None, module="tests.processes.pipelines", devices=2, restarts=0):
     """Run cases by name in several processes, under a watchdog. All that is started ends with it."""
     command = [
         sys.executable, "-m", "shardc", "run", "--processes", str(processes), "--islands", str(islands or processes),
-        "--devices", str(devices), "--deadline", "90", "-m", module, *names,
+        "--devices", str(devices), "--deadline", "90", "--restarts", str(restarts), "-m", module, *names,
     ]  # fmt: skip
     made = subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
