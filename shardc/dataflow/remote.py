@@ -43,7 +43,7 @@ from shardc.machine.devices import me
 from shardc.passes.trace.trace import is_array
 from shardc.runtime.calls import processes_text, refuse_unlike
 from shardc.runtime.cluster import current
-from shardc.runtime.replay import replaceable
+from shardc.runtime.replaced.replay import Replaceable, replaceable
 from shardc.sbp.signature import is_extended
 
 _log: Final = logging.getLogger("shardc")
@@ -159,12 +159,12 @@ def run_facts(plan: PlannedFlow, rounds: int | None, values: Mapping[str, Any]) 
     return {**_same(plan, rounds), **value_facts(has, has.values())}
 
 
-def replaceable_processes(plan: PlannedFlow) -> list[int]:
+def replaceable_processes(plan: PlannedFlow) -> Replaceable:
     """The processes that may be replaced while a run goes on: they keep nothing of it that the others cannot give them
     again. A host function that is given nothing may have a place in its data."""
     cluster, built = current(), plan.built
     if cluster is None or cluster.config.per_island > 1 or not (cluster.config.restarts or cluster.config.joins):
-        return []
+        return Replaceable()
     makers = {o.node for o in built.state if o.node is not None}
     holders = [
         n for n in plan.nodes
@@ -172,12 +172,8 @@ def replaceable_processes(plan: PlannedFlow) -> list[int]:
         or not (n.work.meshes or any(isinstance(x, RoundValue) for x in n.given))
     ]  # fmt: skip
     held = {p for n in holders for p in built.processes_of(n)}
-    return replaceable(plan.network, built.processes, held, empty_channels(plan))
-
-
-def empty_channels(plan: PlannedFlow) -> list[int]:
-    """The channels of edges without values."""
-    return [channel for channel, e in enumerate(plan.edges) if not e.moves]
+    empty = [channel for channel, e in enumerate(plan.edges) if not e.moves]
+    return replaceable(plan.network, built.processes, held, empty)
 
 
 def values_of_state(

@@ -20,7 +20,6 @@ from shardc.dataflow.remote import (
     RunFacts,
     agree_on_run,
     digest_of,
-    empty_channels,
     replaceable_processes,
     run_facts,
     values_of_nodes,
@@ -119,7 +118,7 @@ class FlowRun:
         crossing = [c for c in range(len(self._ways)) if not self._stays_near(c)]
         what = f"{plan.round.where}: its nodes"
         return NetworkRun(plan.network, digest_of(plan), self._processes, WaysCodec(self._ways), what, crossing,
-                          empty_channels(plan), replaceable_processes(plan))  # fmt: skip
+                          replaceable_processes(plan))  # fmt: skip
 
     def _stays_near(self, channel: int) -> bool:
         """Whether each process hands the values of a channel to itself."""

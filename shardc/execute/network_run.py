@@ -31,6 +31,7 @@ from shardc.runtime.calls import refuse_unlike
 from shardc.runtime.cluster import Cluster, current
 from shardc.runtime.distributed_network import Codec, DistributedNetwork, Expected
 from shardc.runtime.executor import Executor, ProcessShare
+from shardc.runtime.replaced.replay import Replaceable
 from shardc.runtime.transport.link import Packed
 from shardc.sbp.placement import Placement
 
@@ -47,7 +48,7 @@ class NetworkRun:
       places: for each actor the processes that run it.
       codec: of its messages.
       what: what runs in the processes, for errors: `step: its stages`.
-      crossing, empty: as in `DistributedNetwork`.
+      crossing: as in `DistributedNetwork`.
       replaceable: the processes that may be replaced while a run goes on.
 
     Attributes:
@@ -57,9 +58,9 @@ class NetworkRun:
       ClusterError: this process runs alone.
     """
 
-    def __init__(  # a network, and where it runs
+    def __init__(  # noqa: PLR0913  # a network, and where it runs
         self, net: Network, digest: str, places: Sequence[Sequence[int]], codec: Codec, what: str,
-        crossing: Collection[int] = (), empty: Collection[int] = (), replaceable: Collection[int] = (),
+        crossing: Collection[int] = (), replaceable: Replaceable | None = None,
     ) -> None:  # fmt: skip
         cluster = current()
         if cluster is None or cluster.processes == 1:
@@ -72,10 +73,10 @@ class NetworkRun:
         self._epoch = cluster.epoch
         links = {p: cluster.link(p) for p in range(cluster.processes) if p != cluster.me}
         number = int.from_bytes(hashlib.sha256(f"{digest} {cluster.count(digest)}".encode()).digest()[:8])
-        self.network = DistributedNetwork(net, number, places, links, codec, crossing, empty)
-        self.replaceable = frozenset(replaceable)
+        self.network = DistributedNetwork(net, number, places, links, codec, crossing)
+        self.replaceable = replaceable or Replaceable()
         self.first = 0
-        cluster.welcomes[number] = self.network.welcome
+        cluster.welcomes[number] = self.network.successors.welcome
         self._finalizer = weakref.finalize(self, _close, self.network, cluster)
 
     @property
@@ -90,7 +91,7 @@ class NetworkRun:
         unbound = [i for i, c in enumerate(net.net.channels) if c.registers is None and c.target in net.mine]
         return ProcessShare(
             net.mine, net.ports, self.cluster.config.patience, self._look, net.channels, net.others,
-            [i for i in unbound if net.net.channels[i].source not in net.mine and net.me in self.replaceable],
+            [i for i in unbound if net.net.channels[i].source not in net.mine and net.me in self.replaceable.processes],
         )  # fmt: skip
 
     def _look(self) -> None:
@@ -114,14 +115,14 @@ class NetworkRun:
         network, waits, cluster = self.network, self.cluster.waits, self.cluster
         with waits.during(list(network.links), "to open the network"):
             said = self._joined(facts()) if cluster.config.joins and facts is not None else None
-            if facts is not None and self.replaceable:
-                cluster.replaced = self.replaceable
-                network.begin_replays(executor.runs + 1, self.replaceable)  # before any message of the run
+            if facts is not None:  # before any message of the run
+                cluster.replaced = self.replaceable.processes
+                network.successors.begin(executor.runs + 1, self.replaceable)
             if said is None:
                 network.open(executor.mailboxes, cluster.config.patience)
             else:
                 cluster.join(said["counts"])
-                self.first = network.join(executor.mailboxes, executor.runs + 1, cluster.check, cluster.config.patience)
+                self.first = network.join(executor.mailboxes, cluster.check, cluster.config.patience)
         watch = executor.watch()
         waits.networks[network.number] = lambda: network.waits(watch.look())
 
@@ -139,7 +140,7 @@ class NetworkRun:
         cluster = self.cluster
         if cluster.replaced and cluster.me == self._speaker:
             said = {"network": self.network.number, "counts": cluster.counts(), "facts": dict(facts())}
-            cluster.say_run({"replaceable": sorted(self.replaceable), **said})
+            cluster.say_run({"replaceable": sorted(self.replaceable.processes), **said})
 
     def end_replaceable(self) -> None:
         """From now on no process may be replaced.
@@ -151,11 +152,11 @@ class NetworkRun:
             if self.cluster.me == self._speaker:
                 self.cluster.say_run({})
             self.cluster.replaced = frozenset()
-            self.network.end_replays()
+            self.network.successors.end()
 
     @property
     def _speaker(self) -> int:
-        return min(p for p in range(self.cluster.processes) if p not in self.replaceable)
+        return min(p for p in range(self.cluster.processes) if p not in self.replaceable.processes)
 
     def _joined(self, facts: Mapping[str, str]) -> Mapping[str, Any]:
         """What the others tell of the run that goes on, which this process joins."""

@@ -189,15 +189,10 @@ class Cluster:
                     if int(event["epoch"]) > max(self.epoch, self._next or 0):
                         self._next = int(event["epoch"])
                     self.config = replace(self.config, restarts=int(event["restarts"]))
-                case "done" | "end soon" | "end after":
+                case "done" | "end soon" | "end after" | "leave":
                     self._hear_ends(event)
-                case "leave":
-                    self._leaving = True
-                case "away":
-                    self.config = replace(self.config, restarts=int(event["restarts"]))
-                    self._drop_link(int(event["process"]))
-                case "back":
-                    self._dial_again(int(event["process"]))
+                case "away" | "back":
+                    self._hear_of_successor(event)
                 case "over":
                     self._over = str(event["why"])
                 case "text" | "computes":  # a text wakes who waits for it
@@ -208,15 +203,15 @@ class Cluster:
         if event["event"] == "gone":
             self.on_orphaned()
 
-    def _drop_link(self, peer: int) -> None:
-        """Drop the link to a process that is lost."""
-        link = self._links.pop(peer, None)
-        if link is not None:  # in another thread: who sends over it may wait for this one
-            threading.Thread(target=link.drop, args=("it is started again",), daemon=True).start()
-
-    def _dial_again(self, peer: int) -> None:
-        """Open the link to the successor of a process, in a thread, if that one listens for it."""
-        if peer < self.me and peer not in self._links:
+    def _hear_of_successor(self, event: Event) -> None:
+        """Hear that a process is started again while the others go on, or that it listens for links."""
+        peer = int(event["process"])
+        if event["event"] == "away":
+            self.config = replace(self.config, restarts=int(event["restarts"]))
+            link = self._links.pop(peer, None)
+            if link is not None:  # in another thread: who sends over it may wait for this one
+                threading.Thread(target=link.drop, args=("it is started again",), daemon=True).start()
+        elif peer < self.me and peer not in self._links:
             name = f"shardc dials process {peer} again"
             threading.Thread(target=_unless_over, args=(self.link, peer), name=name, daemon=True).start()
 
@@ -225,7 +220,10 @@ class Cluster:
         self.store.set(self._key(f"begun/{self.me}"), json.dumps(self.last_step.ask()))
 
     def _hear_ends(self, event: Event) -> None:
-        """Hear which scripts have ended, or that this one is to end soon, or after how many steps."""
+        """Hear which scripts have ended, or all, or that this one is to end soon, or after how many steps."""
+        if event["event"] == "leave":
+            self._leaving = True
+            return
         if event["event"] == "end soon":
             self._tell_begun()
             return
@@ -500,8 +498,8 @@ class Cluster:
         with self._changed:
             if self.config.joins:
                 raise ClusterError(
-                    f"process {self.me} was started again while the others run a flow. It can join them only in the first "
-                    f"call that its script makes with others, and it is {why}."
+                    f"process {self.me} was started again while the others run a flow. It can join them only in the "
+                    f"first call that its script makes with others, and it is {why}."
                 )
             key = name, self.count(name)
             self.refuse_ended(members, name, why)

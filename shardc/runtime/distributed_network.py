@@ -11,29 +11,23 @@ Values go besides the network too, to `expect`ers: arguments that several stages
 from __future__ import annotations
 
 import json
-import logging
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from queue import SimpleQueue
-from time import monotonic
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 from shardc.errors import ClusterError, PeerLostError, PipelineError
 from shardc.runtime.actor import Message, Network
 from shardc.runtime.calls import processes_text
 from shardc.runtime.mailbox import ALL_RUNS, Mailbox, Port, RunStopped, stop_all
-from shardc.runtime.replay import Replay
+from shardc.runtime.replaced.successors import Successors
 from shardc.runtime.stalls import Stall
 from shardc.runtime.status.waits import Wait
 from shardc.runtime.transport.connection import Frame, FrameKind
 from shardc.runtime.transport.link import Link, Packed
-
-_log: Final = logging.getLogger("shardc")
-_LOOK: Final = 0.5
-"""Seconds between two looks of a process that joins a run: whether it still goes on."""
 
 
 class Codec(Protocol):
@@ -109,7 +103,6 @@ class DistributedNetwork:
       codec: for values. A packed value has a description or a buffer; without both it arrives as None.
       crossing: the channels between actors of the same several processes whose parts go to all of these; a message of
         the others stays in each process.
-      empty: the channels whose messages have no values.
 
     Attributes:
       mine: the actors of this process.
@@ -119,7 +112,7 @@ class DistributedNetwork:
 
     def __init__(  # a network, and where it runs
         self, net: Network, number: int, places: Sequence[Sequence[int]], links: Mapping[int, Link], codec: Codec,
-        crossing: Collection[int] = (), empty: Collection[int] = (),
+        crossing: Collection[int] = (),
     ) -> None:  # fmt: skip
         self.net, self.number, self.places, self.links, self.codec = net, number, places, dict(links), codec
         self.me = next((link.me for link in links.values()), places[0][0] if places else 0)
@@ -161,17 +154,7 @@ class DistributedNetwork:
         """The runs that other processes have stopped."""
         self._values: dict[tuple[int, int], Expected] = {}
         self._awaited: WeakValueDictionary[tuple[int, int], Expected] = WeakValueDictionary()
-        self._replays: dict[int, Replay] = {}
-        """Of a run that goes on, of each process that may be replaced."""
-        self._replayed = 0
-        """The number of that run."""
-        self._joins = False
-        """Whether this process is the successor of one that the others have lost, and has not begun."""
-        self._answers: dict[int, dict[str, Any]] = {}
-        """What others have answered it."""
-        self._later: dict[int, Frame] = {}
-        """Successors with a higher number, and what they ask: they are answered when this one has begun."""
-        self._empty = frozenset(empty)
+        self.successors = Successors(self)
 
     def open(self, mailboxes: Mapping[int, Mailbox], seconds: float) -> None:
         """Wait until all other processes have opened the network too. From then on any of them may send.
@@ -196,161 +179,36 @@ class DistributedNetwork:
                 "longer, give `--deadline` more seconds."
             )
 
-    # -- processes that are replaced while a run goes on
+    # -- for successors of lost processes
 
-    def begin_replays(self, run: int, processes: Collection[int]) -> None:
-        """From now on these processes may be replaced in a run."""
-        with self._changed:
-            self._replayed = run
-            self._replays = {
-                p: Replay(self.net, self.places, p, self.me, self._empty) for p in processes if p != self.me
-            }
+    @property
+    def lost(self) -> PeerLostError | None:
+        """Why no run of this network can complete; None: all is well."""
+        return self._lost
 
-    def end_replays(self) -> None:
-        """From now on no process may be replaced.
+    def join(self, mailboxes: Mapping[int, Mailbox], look: Callable[[], object], seconds: float) -> int:
+        """Do `open` in the successor of a process, for a run that goes on. Returns the first round that it runs.
 
         Raises:
-          PeerLostError: one of them is lost, and its successor has not come.
+          PeerLostError, ClusterError: as `Successors.join`.
         """
+        self._mailboxes = mailboxes
+        first = self.successors.join(look, seconds)
         with self._changed:
-            replays, self._replays = self._replays, {}
-        for peer, replay in replays.items():
-            if not replay.present:
-                self._give_up(PeerLostError(f"process {peer} is lost, and all others have ended the run.", peer))
-        if self._lost is not None:
-            raise PeerLostError(str(self._lost), self._lost.process)
-
-    def replay(self, run: int, peer: int) -> Replay | None:
-        return self._replays.get(peer) if run == self._replayed else None
-
-    def post(self, run: int, peer: int, channel: int, send: Callable[[Link], None]) -> None:
-        """Send a message to another process, or keep it for the successor of that one."""
-        replay = self.replay(run, peer)
-        if replay is None:
-            send(self.links[peer])
-            return
-        with replay.lock:
-            replay.keep(channel, send)
-            if replay.present:
-                send(self.links[peer])
-
-    def give_back(self, run: int, peer: int, channel: int) -> None:
-        """Tell another process that a register of a channel from there is free."""
-        replay = self.replay(run, peer)
-        if replay is not None:
-            with replay.lock:
-                if not replay.takes(channel):
-                    return
-        self.links[peer].send(Frame(FrameKind.CREDIT, self.number, run, channel))
-
-    def welcome(self, link: Link) -> None:
-        """Take the link to the successor of a process."""
-        with self._changed:
-            if link.peer not in self._replays:
-                return
-            self.links[link.peer] = link
-            joins = self._joins
-        link.add(self.number, _Successor(self, link))
-        if joins:
-            link.send(self._opening(self._replayed, {"joins": True}))
-
-    def join(self, mailboxes: Mapping[int, Mailbox], run: int, look: Callable[[], object], seconds: float) -> int:
-        """Do `open` in the successor of a process, for a run that goes on. Returns the first round of which something
-        of this process has not come to another one.
-
-        Raises:
-          PeerLostError, ClusterError: as `open`; or the run is over in another process.
-        """
-        self._mailboxes, answers, self._joins = mailboxes, self._answers, True
-        for link in self.links.values():
-            link.add(self.number, self)
-            link.send(self._opening(run, {"joins": True}))
-        until = monotonic() + seconds
-        missing = lambda: sorted(self.links.keys() - answers.keys() - self._later.keys())  # noqa: E731
-        while missing() and self._lost is None and monotonic() < until:
-            look()
-            with self._changed:
-                self._changed.wait_for(lambda: not missing() or self._lost is not None, _LOOK)
-        with self._changed:
-            if self._lost is not None:
-                raise PeerLostError(str(self._lost), self._lost.process)
-            late, over = missing(), sorted(p for p, a in answers.items() if a["over"])
-            if late or over:
-                what = f"have not answered within {seconds:g} s" if late else "have ended it"
-                who = processes_text(late or over)
-                raise ClusterError(f"process {self.me} was started again and cannot join the run: {who} {what}.")
-            first = min(r for answer in answers.values() for r in answer["missing"])
             self._opened |= self.links.keys()
-            self._joins, later = False, self._later
-            for replay in self._replays.values():
-                replay.begin_here(first)
-        for link in self.links.values():
-            link.send(self._opening(run, {"begins": first}))
-        for peer, frame in later.items():
-            self._answer(peer, frame)
         return first
 
-    def _opening(self, run: int, said: Mapping[str, Any]) -> Frame:
-        return Frame(FrameKind.OPEN, self.number, run, about=json.dumps(said).encode())
+    def empty_frame(self, run: int, channel: int, peer: int, round: int) -> Frame:
+        """A message without values."""
+        about, buffers = self.codec.pack(channel, peer, ())
+        return Frame(FrameKind.MESSAGE, self.number, run, channel, round % self.net.period, about, buffers)
 
-    def _successor(self, peer: int, frame: Frame) -> None:
-        """Handle what the successor of a process says, or what this process is answered as one."""
-        said, run = json.loads(frame.about), frame.run
-        replay = self.replay(run, peer)
-        if "missing" in said:
-            with self._changed:
-                self._answers[peer] = said
-                self._changed.notify_all()
-        elif "joins" in said:
-            with self._changed:
-                waits = self._joins and peer > self.me
-                if waits:
-                    self._later[peer] = frame
-                    self._changed.notify_all()
-            if not (waits or self._joins):
-                self._answer(peer, frame)
-        elif replay is not None:
-            self._begin_again(replay, peer, run, said["begins"])
-
-    def _answer(self, peer: int, frame: Frame) -> None:
-        """Answer the successor of a process what is missing here."""
-        replay = self.replay(frame.run, peer)
-        if replay is None:
-            missing: list[int] = []
-        else:
-            with replay.lock:
-                replay.present, missing = False, replay.first_missing
-        self.links[peer].send(self._opening(frame.run, {"missing": missing, "over": replay is None}))
-
-    def _begin_again(self, replay: Replay, peer: int, run: int, first: int) -> None:
-        """Send the successor of a process what it takes since its first round."""
-        link = self.links[peer]
-        with replay.lock:
-            try:
-                again, credits = replay.begin(first)
-                for channel in credits.elements():
-                    if self.net.channels[channel].registers is not None:
-                        self._free(run, channel, peer)
-                for channel, round, send in again:
-                    if send is not None:
-                        send(link)
-                    else:
-                        about, buffers = self.codec.pack(channel, peer, ())
-                        key = round % self.net.period
-                        link.send(Frame(FrameKind.MESSAGE, self.number, run, channel, key, about, buffers))
-            except LookupError as error:
-                self._give_up(PeerLostError(f"process {peer} is lost, and cannot be replaced: {error}.", peer))
+    def last_frames(self, run: int) -> list[Frame]:
+        """The frames that tell that a run ends, or was stopped."""
         with self._changed:
             end, why = self._ends.get(run), self._why_stopped(run)
-        if end is not None:
-            link.send(Frame(FrameKind.END, self.number, run, 0, end))
-        if why is not None:
-            link.send(self.stop_frame(run, why))
-        if self.me == 0:
-            _log.warning(
-                "process %d goes on with round %d: its calls since then are made again; results of rounds before that "
-                "only it had are lost.", peer, first,
-            )  # fmt: skip
+        ends = [] if end is None else [Frame(FrameKind.END, self.number, run, 0, end)]
+        return ends if why is None else [*ends, self.stop_frame(run, why)]
 
     def close(self) -> None:
         """Accept no more messages. Values that a caller still waits for arrive: other processes may be behind."""
@@ -401,7 +259,7 @@ class DistributedNetwork:
                 case FrameKind.VALUE:
                     self._value(frame.run, frame.channel).put((frame.about, frame.buffers))
                 case FrameKind.OPEN if frame.about:
-                    self._successor(peer, frame)
+                    self.successors.hear(peer, frame)
                 case FrameKind.OPEN:
                     with self._changed:
                         self._opened.add(peer)
@@ -427,7 +285,7 @@ class DistributedNetwork:
     def _message(self, peer: int, frame: Frame) -> None:
         sources = self.places[self.net.channels[frame.channel].source]
         part = frame.about, frame.buffers
-        if (replay := self.replay(frame.run, peer)) is not None and not self._is_new(replay, peer, frame):
+        if not self.successors.is_new(peer, frame):
             return
         if len(sources) == 1:
             self._deliver(frame, {peer: part})
@@ -442,16 +300,6 @@ class DistributedNetwork:
         del part
         while (parts := self._whole(at)) is not None:
             self._deliver(frame, parts)
-
-    def _is_new(self, replay: Replay, peer: int, frame: Frame) -> bool:
-        """Whether a message has not come before, from a process that has been replaced since."""
-        with replay.lock:
-            if replay.comes(frame.channel):
-                return True
-            is_free = replay.was_taken(frame.channel)
-        if is_free:
-            self.links[peer].send(Frame(FrameKind.CREDIT, self.number, frame.run, frame.channel))
-        return False
 
     def _whole(self, at: tuple[int, int, int]) -> dict[int, Packed] | None:
         """The next message of a channel and key, if all its parts are there; else this thread joins no more of them."""
@@ -487,16 +335,11 @@ class DistributedNetwork:
                 self._changed.notify_all()
             return
         channel = self.net.channels[frame.channel]
-        if (replay := self.replay(frame.run, peer)) is not None:
-            with replay.lock:
-                is_new = replay.frees(frame.channel)
-            if not is_new:
-                return
-        if channel.registers is None:
+        if not self.successors.is_new(peer, frame) or channel.registers is None:
             return
-        self._free(frame.run, frame.channel, peer)
+        self.free(frame.run, frame.channel, peer)
 
-    def _free(self, run: int, number: int, peer: int) -> None:
+    def free(self, run: int, number: int, peer: int) -> None:
         """Count a credit of one reader of a channel: a register is free when all of them have given it back."""
         channel = self.net.channels[number]
         readers = self.places[channel.target]
@@ -521,7 +364,7 @@ class DistributedNetwork:
     def _stop(self, frame: Frame) -> None:
         said = json.loads(frame.about)
         if "lost" in said:
-            self._give_up(PeerLostError(said["text"], said["lost"]))
+            self.give_up(PeerLostError(said["text"], said["lost"]))
         else:
             self._stop_all(frame.run, PipelineError(said["text"], said["process"]))
 
@@ -531,13 +374,10 @@ class DistributedNetwork:
         If the process has left on purpose, everything it sent has arrived: a run goes on until it waits for more.
         """
         link = self.links.get(error.process)
-        replay = self._replays.get(error.process)
-        if replay is not None and link is not None and link.lost is error:
-            with replay.lock:
-                replay.present = False
+        if self.successors.lose(error):
             return
         if link is None or not link.left or link.lost is not error or error.process not in self._opened:
-            self._give_up(error)
+            self.give_up(error)
             return
         with self._changed:
             self._left[error.process] = error
@@ -550,7 +390,8 @@ class DistributedNetwork:
                 if error.process in processes:
                     mailbox.leave(actor, error)
 
-    def _give_up(self, error: PeerLostError) -> None:
+    def give_up(self, error: PeerLostError) -> None:
+        """End all runs here and in the other processes."""
         with self._changed:
             if self._lost is not None:
                 return
@@ -570,7 +411,7 @@ class DistributedNetwork:
     def stop(self, run: int, why: Exception) -> None:
         """Abandon one run in all processes. Each is notified once."""
         if isinstance(why, PeerLostError):
-            self._give_up(why)
+            self.give_up(why)
             return
         self._stop_all(run, why)
 
@@ -690,21 +531,6 @@ class DistributedNetwork:
         self.links[peer].send_when_packed(frame)
 
 
-class _Successor:
-    """The successor of a process, as a receiver of what comes over its link, as long as it is the last one."""
-
-    def __init__(self, network: DistributedNetwork, link: Link) -> None:
-        self._network, self._link = network, link
-
-    def receive(self, peer: int, frame: Frame) -> None:
-        if self._network.links.get(peer) is self._link:
-            self._network.receive(peer, frame)
-
-    def lose(self, error: PeerLostError) -> None:
-        if self._network.links.get(error.process) is self._link:
-            self._network.lose(error)
-
-
 class _Packer:
     """A thread that sends parts in order, each when it is computed."""
 
@@ -771,20 +597,20 @@ class _RemotePort:
 
         def send(link: Link) -> None:
             # those of later rounds do not overtake it
-            name = net.number, run, message if net.replay(run, link.peer) is None else channel
+            name = net.number, run, message if net.successors.replay(run, link.peer) is None else channel
             if link.is_packing(name) or not (value is None or net.codec.is_ready(value)):
                 link.send_when_packed(lambda: frame(link.peer), name)
             else:
                 link.send(frame(link.peer))
 
         for p in self._takers:
-            net.post(run, p, channel, send)
+            net.successors.post(run, p, channel, send)
 
     def _send(self, run: int, channel: int, frame: Callable[[int], Frame]) -> None:
         net = self._network
         for p in self._takers:  # the part for this process last: others wait for theirs
             if p != net.me:
-                net.post(run, p, channel, partial(Link.send, frame=frame(p)))
+                net.successors.post(run, p, channel, partial(Link.send, frame=frame(p)))
         if net.me in self._takers:
             net.receive(net.me, frame(net.me))
 
@@ -794,7 +620,7 @@ class _RemotePort:
             if p == self._network.me:
                 self._network.receive(p, frame)
             else:
-                self._network.give_back(run, p, channel)
+                self._network.successors.give_back(run, p, channel)
 
     def end(self, run: int, rounds: int) -> None:
         self._network.end(run, rounds)

@@ -1,6 +1,6 @@
 """A process of a network that is replaced while the others go on: what each of them keeps for its successor.
 
-Such a process holds nothing that the others cannot give it again. Messages and credits of a channel are counted, so each
+Such a process holds nothing that the others cannot give it again. Messages and credits of a channel are counted: each
 has a number: that of its round. The successor begins with the first round of which a message has not come.
 
     lost      its messages of rounds 0 to 6 have come; those to it of rounds 5 to 9 are kept
@@ -14,6 +14,7 @@ import threading
 from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 from shardc.runtime.actor import Network
@@ -23,9 +24,22 @@ Send: TypeAlias = Callable[[Link], None]
 """Sends a message over a link."""
 
 
+@dataclass(frozen=True)
+class Replaceable:
+    """The processes of a network that may be replaced while a run goes on.
+
+    Attributes:
+      processes: their numbers.
+      empty: the channels whose messages have no values.
+    """
+
+    processes: frozenset[int] = frozenset()
+    empty: frozenset[int] = frozenset()
+
+
 def replaceable(
     net: Network, places: Sequence[Sequence[int]], holders: Collection[int], empty: Collection[int]
-) -> list[int]:
+) -> Replaceable:
     """The processes whose part of a network can be done again from what others have: none that keeps a message for a
     later round, or runs an actor together with others; and no two of them exchange values.
 
@@ -40,7 +54,7 @@ def replaceable(
         near = {q for both in ends if p in both for q in both}
         if near.isdisjoint(found) and _can_be_done_again(net, places, p):
             found.append(p)
-    return found
+    return Replaceable(frozenset(found), frozenset(empty))
 
 
 def _can_be_done_again(net: Network, places: Sequence[Sequence[int]], p: int) -> bool:

@@ -1,4 +1,4 @@
-"""What a process keeps for the successor of another one: in any order of arrivals and deaths each message counts once."""
+"""What is kept for the successor of a process: in any order of arrivals and deaths each message counts once."""
 
 import random
 from collections import deque
@@ -6,7 +6,7 @@ from collections import deque
 import pytest
 
 from shardc.runtime.actor import Actor, Channel, Network, Step
-from shardc.runtime.replay import Replay, Rounds, replaceable
+from shardc.runtime.replaced.replay import Replay, Rounds, replaceable
 
 UP, DOWN, ITEMS = range(3)
 PLACES = [(0,), (1,), (2,)]
@@ -163,12 +163,12 @@ def test_messages_without_values_are_made_again_and_others_are_not():
 
 def test_who_may_be_replaced():
     net = network()
-    assert replaceable(net, PLACES, {0, 2}, ()) == [1]
-    assert replaceable(net, PLACES, {0, 1, 2}, ()) == []
-    assert replaceable(net, [(0,), (1, 3), (2,)], {0, 2}, ()) == []  # an actor of two processes
-    assert replaceable(net, PLACES, {1, 2}, ()) == []  # what the server gives is late
-    assert replaceable(net, [(0,), (1,), (1,)], {0}, ()) == []  # the rounds of its inputs are not known
+    assert replaceable(net, PLACES, {0, 2}, ()).processes == {1}
+    assert replaceable(net, PLACES, {0, 1, 2}, ()).processes == set()
+    assert replaceable(net, [(0,), (1, 3), (2,)], {0, 2}, ()).processes == set()  # an actor of two processes
+    assert replaceable(net, PLACES, {1, 2}, ()).processes == set()  # what the server gives is late
+    assert replaceable(net, [(0,), (1,), (1,)], {0}, ()).processes == set()  # the rounds of its inputs are not known
     both = Network(net.actors, (*net.channels[:2], Channel("items", 2, 1, 2)))
-    assert replaceable(both, [(0,), (1,), (1,)], {0}, ()) == [1]
-    assert replaceable(both, PLACES, {0}, ()) == [1]  # the other one exchanges values with it
-    assert replaceable(both, PLACES, {0}, (ITEMS,)) == [1, 2]
+    assert replaceable(both, [(0,), (1,), (1,)], {0}, ()).processes == {1}
+    assert replaceable(both, PLACES, {0}, ()).processes == {1}  # the other one exchanges values with it
+    assert replaceable(both, PLACES, {0}, (ITEMS,)).processes == {1, 2}
