@@ -182,9 +182,9 @@ class Successors:
         _raise_lost(part)
         late, over = missing(), sorted(p for p, a in answers.items() if a["over"])
         if late or over:
-            what = f"have not answered within {seconds:g} s" if late else "have ended it"
             who = processes_text(late or over)
-            raise ClusterError(f"process {part.me} was started again and cannot join the run: {who} {what}.")
+            why = f"no answer came from {who} within {seconds:g} s" if late else f"it is over in {who}"
+            raise ClusterError(f"process {part.me} was started again and cannot join the run: {why}.")
         first = min(r for answer in answers.values() for r in answer["missing"])
         for replay in self._replays.values():
             with replay.lock:
