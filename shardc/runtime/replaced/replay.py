@@ -79,7 +79,7 @@ class Again(NamedTuple):
     send: Send | None
 
 
-class Rounds:
+class ChannelRounds:
     """The rounds in which the messages of a channel are taken, in order."""
 
     def __init__(self, net: Network, channel: int) -> None:
@@ -116,7 +116,7 @@ class Replay:
         """Whether the peer, or its successor, takes messages."""
         of_peer = [i for i, c in enumerate(net.channels) if peer in places[c.source]]
         out = [i for i in of_peer if peer not in places[net.channels[i].target]]
-        self._rounds = [Rounds(net, i) for i in range(len(net.channels))]
+        self._rounds = [ChannelRounds(net, i) for i in range(len(net.channels))]
         self._delay = [c.delay for c in net.channels]
         self._coming = [i for i in out if me in places[net.channels[i].target]]
         """The channels from the peer to this process."""

@@ -26,7 +26,7 @@ _LOOK: Final = 0.5
 """Seconds between two looks of a successor: whether the run still goes on."""
 
 
-class Part(Receiver, Protocol):
+class NetworkPart(Receiver, Protocol):
     """The part of a network that runs in one process: what successors need of it.
 
     Attributes:
@@ -62,7 +62,7 @@ class Part(Receiver, Protocol):
 class Successors:
     """The processes of a network that may be replaced in a run: what this one keeps for them, and whether it is one."""
 
-    def __init__(self, part: Part) -> None:
+    def __init__(self, part: NetworkPart) -> None:
         self._part = part
         self._run = 0
         self._replays: dict[int, Replay] = {}
@@ -260,7 +260,7 @@ class Successors:
 class _Newest:
     """The receiver of what comes over a link to a successor, as long as it is the last one."""
 
-    def __init__(self, part: Part, link: Link) -> None:
+    def __init__(self, part: NetworkPart, link: Link) -> None:
         self._part, self._link = part, link
 
     def receive(self, peer: int, frame: Frame) -> None:
@@ -272,6 +272,6 @@ class _Newest:
             self._part.lose(error)
 
 
-def _raise_lost(part: Part) -> None:
+def _raise_lost(part: NetworkPart) -> None:
     if (lost := part.lost) is not None:
         raise PeerLostError(str(lost), lost.process)

@@ -6,7 +6,7 @@ from collections import deque
 import pytest
 
 from shardc.runtime.actor import Actor, Channel, Network, Step
-from shardc.runtime.replaced.replay import Replay, Rounds, replaceable
+from shardc.runtime.replaced.replay import ChannelRounds, Replay, replaceable
 
 UP, DOWN, ITEMS = range(3)
 PLACES = [(0,), (1,), (2,)]
@@ -144,7 +144,7 @@ def test_each_message_counts_once_and_little_is_kept(seed, period):
 def test_rounds_of_a_channel():
     steps = tuple(Step(r, ((0, r),) if r in (1, 3) else (), (), r) for r in range(4))
     net = Network(((), steps), (Channel("c", 0, 1),), 4)
-    rounds = Rounds(net, 0)
+    rounds = ChannelRounds(net, 0)
     assert [rounds.of(n) for n in range(5)] == [1, 3, 5, 7, 9]
     assert [rounds.before(r) for r in range(7)] == [0, 0, 1, 1, 2, 2, 3]
 
