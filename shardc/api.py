@@ -65,7 +65,7 @@ from shardc.report.plan_warnings import warnings_of
 from shardc.sbp.placement import AUTO, Pin, Placement
 
 if TYPE_CHECKING:
-    from shardc.execute.pipeline_executable import PipelineExecutable
+    from shardc.execute.pipeline_executable import FlowOfPipeline, PipelineExecutable
     from shardc.pipelines import CompiledPipeline, PipelinePlan
 
 AnyPlan: TypeAlias = "Plan | PipelinePlan"
@@ -287,6 +287,19 @@ class Function:
             call = self._arguments.bind(opened.args, opened.kwargs)
             notify_called(self, call)
             return self.compile_of(call)
+
+    def compile_in_flow(self, flow: FlowOfPipeline, *args: Any, **kwargs: Any) -> CompiledPipeline:
+        """A pipeline compiled as a node of a flow: the processes of its ranks call it, and no others."""
+        from shardc.execute.pipeline_executable import PipelineExecutable
+        from shardc.pipelines import CompiledPipeline, PipelinePlan
+
+        with self._arguments.opened(args, kwargs) as opened:
+            call = self._arguments.bind(opened.args, opened.kwargs)
+            plan = self.plan_of(call)
+            assert isinstance(plan, PipelinePlan)
+            executable = PipelineExecutable(plan, self.meshes, flow=flow)
+            _ = executable.compiled
+            return CompiledPipeline(self._arguments, (call.tree, call.constants), executable, plan)
 
     def compile_of(self, call: Call) -> AnyCompiled:
         """A call compiled; for compile-only devices if the mesh has none."""

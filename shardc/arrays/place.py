@@ -87,6 +87,16 @@ class Place:
         return {} if self.on_host or self.mesh is None else dict(self.mesh.shape)
 
     @property
+    def takers(self) -> tuple[int | None, ...]:
+        """The processes that have the value, of a place on the host."""
+        return (self.process,)
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this process has devices of the place, or it is on the host."""
+        return self.on_host or not isinstance(self.mesh, Mesh) or me() in self.processes
+
+    @property
     def device_mesh(self) -> Mesh:
         """The mesh, which has devices."""
         assert isinstance(self.mesh, Mesh)
@@ -239,6 +249,23 @@ class Place:
 
     def __str__(self) -> str:
         return "host" if self.mesh is None else "its stages" if self.placement is None else str(self.placement)
+
+
+@dataclass(frozen=True)
+class StagesPlace(Place):
+    """A pipeline's argument or result, which others give and take whole.
+
+    Attributes:
+      pieces: where its rows are, or all of it.
+      others: the processes beside `process` that have the whole value.
+    """
+
+    pieces: tuple[Place, ...] = ()
+    others: tuple[int, ...] = ()
+
+    @property
+    def takers(self) -> tuple[int | None, ...]:
+        return (self.process, *self.others)
 
 
 def place_of(x: Any) -> Place:

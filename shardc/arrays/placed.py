@@ -235,6 +235,13 @@ class StackedArray(PlacedArray):
     def parts(self) -> tuple[Any, ...]:
         return tuple(x for p in self.pieces for x in p.parts)
 
+    @property
+    def dtype(self) -> Any:
+        return self.pieces[0].dtype
+
+    def is_ready(self) -> bool:
+        return all(p.is_ready() for p in self.pieces)
+
     def with_physical(self, parts: Sequence[Any]) -> StackedArray:
         """An array with these pieces and other physical arrays."""
         left = iter(parts)
@@ -245,7 +252,8 @@ class StackedArray(PlacedArray):
         return np.concatenate([np.asarray(p) for p in self.pieces])
 
     def _on_devices(self, parts: tuple[Any, ...], sharding: NamedSharding) -> jax.Array:
-        del parts
+        if not all(p.parts for p in self.pieces):  # other processes have told what is in these
+            return jax.numpy.asarray(self._on_host(parts))
         here = [PlacedArray(p.physical, p.shape, p.placement, self.mesh).sharding for p in self.pieces]
 
         def joined() -> jax.Array:

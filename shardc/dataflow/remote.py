@@ -13,6 +13,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any, Final
 
 import jax
@@ -20,10 +21,11 @@ import numpy as np
 from jax.sharding import Mesh
 
 from shardc.arrays.fetch import of_words, words
-from shardc.arrays.place import Place, place_of
-from shardc.arrays.placed import as_jax
+from shardc.arrays.place import Place, StagesPlace, place_of
+from shardc.arrays.placed import StackedArray, as_jax
 from shardc.arrays.remote_array import Arrival, RemoteArray, is_remote, is_small
 from shardc.dataflow.beginning import Holder, LateValue, LateValues, SpreadValue, begun
+from shardc.dataflow.moves import elsewhere
 from shardc.dataflow.plan import PlannedFlow
 from shardc.dataflow.round import Fixed, FlowNode, Origin
 from shardc.dataflow.shared import Shared
@@ -253,6 +255,9 @@ class FlowProcesses:
         for i, o in enumerate(self._built.state):
             if o.node is not None and i in readers:
                 readers[i].add((o.node, o.node.work.gives[o.index]))
+        for i, x in enumerate(state):
+            if isinstance(x, StackedArray) and all(isinstance(at, StagesPlace) for _, at in readers.get(i, ())):
+                readers.pop(i, None)  # its pieces are on their stages
         returned = {f for o in self._built.outs if o is not None for f in self._first_of(o) if isinstance(f, int)}
         wanted = [i for i in range(len(state)) if i in returned or self._are_apart(readers.get(i, ()))]
         values = [(state[i], readers.get(i, ()), i in returned) for i in wanted]
@@ -268,7 +273,7 @@ class FlowProcesses:
 
     def _are_apart(self, who: Collection[Holder]) -> bool:
         """Whether a value of these nodes may be missing in the process of one of them."""
-        return len({p for n, _ in who for p in self._processes_of(n)}) > 1
+        return len({p for n, at in who for p in self._built.holders(n, at)}) > 1
 
     def _bring(self, values: Sequence[tuple[Any, Collection[Holder], bool]], what: str = "shardc.fetch") -> list[Any]:
         """Values that nodes of several processes take, in all of these: a value with pieces in other processes is whole
@@ -279,7 +284,8 @@ class FlowProcesses:
           what: the call that they all make.
         """
         each = range(self.cluster.processes)
-        takers = [each if e else sorted({p for n, _ in who for p in self._processes_of(n)}) for _, who, e in values]
+        of = self._built.holders
+        takers = [each if e else sorted({p for n, at in who for p in of(n, at)}) for _, who, e in values]
         found = bring([x for x, *_ in values], what, takers)
         for i, (x, (_, who, everywhere)) in enumerate(zip(found, values, strict=True)):
             if isinstance(x, jax.Array) and not is_remote(x) and not x.is_fully_addressable:
@@ -301,7 +307,7 @@ class FlowProcesses:
         gives = {i: o.node.work.gives[o.index] for i, o in origins if o.node is not None}
         here = {i: _at(gives[i], leaf(i)) for i, n in made.items() if self._is_here(n)}
         told = self.tell([
-            Told(i, avals[i], self._processes_of(n), [here[i]] if i in here else [])
+            Told(i, avals[i], self._built.homes(n, gives[i]), [here[i]] if i in here else [])
             for i, n in made.items() if is_small(avals[i]) or not n.work.meshes
         ])  # fmt: skip
         found: list[Any] = []
@@ -311,13 +317,12 @@ class FlowProcesses:
             elif i in here:
                 found.append(here[i])
             else:
-                found.append(_elsewhere(avals[i], gives[i], told.get(i, ())))
+                found.append(_elsewhere(gives[i], told.get(i, ())))
         return found
 
     def _home(self, value: LateValue, k: int) -> Sequence[int]:
         """The processes that have a late value when a run ends; none: all have it."""
-        home = value.home(k)
-        return () if home is None else self._processes_of(home)
+        return self._built.homes(*value.back[k][0]) if value.back.get(k) else ()
 
     def brought_late(self, late: LateValues, made: Mapping[tuple[LateValue, int], Any]) -> dict[Any, Any]:
         """Late values with those here that nodes of several processes take."""
@@ -344,7 +349,7 @@ class FlowProcesses:
                 told.append(Told(key, value.aval, home, [found[key]] if key in found else []))
         known = self.tell(told)
         away = {key: place for key, place in at.items() if key not in found and known.get(key, True)}
-        return {**found, **{key: _elsewhere(key[0].aval, place, known.get(key, ())) for key, place in away.items()}}
+        return {**found, **{key: _elsewhere(place, known.get(key, ())) for key, place in away.items()}}
 
     def logs(self, logs: Mapping[tuple[FlowNode, int], Sequence[Any]]) -> dict[Any, Sequence[Any]]:
         """The results of all rounds in all processes, by node and result leaf.
@@ -352,9 +357,10 @@ class FlowProcesses:
         Args:
           logs: with the results of nodes of this process.
         """
-        found = self.tell([Told((n, i), n.results[i], self._processes_of(n), xs) for (n, i), xs in logs.items()])
+        homes = {(n, i): self._built.homes(n, n.work.gives[i]) for n, i in logs}
+        found = self.tell([Told((n, i), n.results[i], homes[n, i], xs) for (n, i), xs in logs.items()])
         return {
-            (n, i): xs if self._is_here(n) else [_elsewhere(n.results[i], n.work.gives[i], (x,)) for x in xs]
+            (n, i): xs if self.cluster.me in homes[n, i] else [_elsewhere(n.work.gives[i], (x,)) for x in xs]
             for (n, i), xs in found.items()
         }
 
@@ -388,14 +394,20 @@ def _at(place: Place, x: Any) -> Any:
     return begun(place, x) if is_host else x
 
 
-def _elsewhere(aval: Any, place: Place, told: Sequence[Any]) -> Any:
+def _elsewhere(place: Place, told: Sequence[Any]) -> Any:
     """An array that other processes have, of which they may have told the value: fetching it is a call of all."""
-    if not isinstance(place.mesh, Mesh) or place.placement is None or (told and is_extended(aval.dtype)):
+    if place.mesh is None or (told and is_extended(place.dtype)):
         return told[0]
     arrival = Arrival(lambda: np.asarray(told[0])) if told else None
-    return RemoteArray(aval, place.placement, place.mesh, arrival)
+    if not isinstance(place, StagesPlace) or len(place.pieces) == 1:
+        return elsewhere(place.pieces[0] if isinstance(place, StagesPlace) else place, arrival)
+    ends = pairwise(accumulate((p.shape[0] for p in place.pieces), initial=0))
+    rows = [Arrival(lambda a=a, b=b: np.asarray(told[0])[a:b]) if told else None for a, b in ends]
+    return StackedArray(list(map(elsewhere, place.pieces, rows)))
 
 
 def _readable(x: Any) -> Any:
     """A value that this process can read; the processes of its mesh call this together."""
+    if isinstance(x, StackedArray) and any(isinstance(p, RemoteArray) for p in x.pieces):
+        return np.asarray(x)
     return whole(x) if isinstance(x, jax.Array) and not x.is_fully_addressable else x

@@ -27,11 +27,11 @@ from shardc.dataflow.round import FlowNode
 from shardc.dataflow.shared import Shared, pots_of, read_only_what_is_used, shared_works
 from shardc.dataflow.timing.resources import devices_of
 from shardc.dataflow.value import RoundValue
-from shardc.dataflow.work import HostWork
+from shardc.dataflow.work import FunctionWork, HostWork
 from shardc.errors import FlowError, PeerLostError, PipelineError, PipelineTaskError, RoundFailedError
 from shardc.execute.agreement import known_calls
 from shardc.execute.network_run import NetworkRun
-from shardc.execute.pipeline_executable import IN_FLIGHT
+from shardc.execute.pipeline_executable import IN_FLIGHT, FlowOfPipeline
 from shardc.execute.process_group import group_of_run
 from shardc.execute.recording import Recording
 from shardc.execute.ways import Ways, WaysCodec
@@ -80,6 +80,9 @@ class FlowRun:
         for node, work in works:
             work.locks = self._locks(node)
         self._pots = pots_of(plan.nodes)
+        for node in plan.nodes:
+            if isinstance(node.work, FunctionWork) and node.work.is_wide:
+                node.work.flow = FlowOfPipeline(plan.name, plan.built.given_whole(node))
         read_only_what_is_used(plan.built)
 
     # -- opening

@@ -46,6 +46,8 @@ class NetworkRun:
       codec: of its messages.
       what: what runs in the processes, for errors: `step: its stages`.
       crossing: as in `DistributedNetwork`.
+      inner: whether it is a node of another network, in the processes that run its actors alone; else all processes of
+        the run open it.
 
     Raises:
       ClusterError: this process runs alone.
@@ -53,7 +55,7 @@ class NetworkRun:
 
     def __init__(  # a network, and where it runs
         self, net: Network, digest: str, places: Sequence[Sequence[int]], codec: Codec, what: str,
-        crossing: Collection[int] = (),
+        crossing: Collection[int] = (), inner: bool = False,
     ) -> None:  # fmt: skip
         cluster = current()
         if cluster is None or cluster.processes == 1:
@@ -63,8 +65,9 @@ class NetworkRun:
                 "python -m shardc run --processes n script.py."
             )
         self.cluster: Cluster = cluster
-        self._epoch = cluster.epoch
-        links = {p: cluster.link(p) for p in range(cluster.processes) if p != cluster.me}
+        self._epoch, self._is_inner = cluster.epoch, inner
+        self._members = sorted({p for ps in places for p in ps}) if inner else range(cluster.processes)
+        links = {p: cluster.link(p) for p in self._members if p != cluster.me}
         number = int.from_bytes(hashlib.sha256(f"{digest} {cluster.count(digest)}".encode()).digest()[:8])
         self.network = DistributedNetwork(net, number, places, links, codec, crossing)
         self._finalizer = weakref.finalize(self, _close, self.network, cluster)
@@ -77,10 +80,8 @@ class NetworkRun:
     @property
     def share(self) -> ProcessShare:
         """The actors of this process, for the executor."""
-        net = self.network
-        return ProcessShare(
-            net.mine, net.ports, self.cluster.config.patience, look_at_run, net.channels, net.others
-        )  # fmt: skip
+        net, look = self.network, None if self._is_inner else look_at_run
+        return ProcessShare(net.mine, net.ports, self.cluster.config.patience, look, net.channels, net.others)
 
     def open(self, executor: Executor) -> None:
         """Open the part of the network here, when all processes do; from now on it says for whom its actors wait."""
@@ -96,8 +97,8 @@ class NetworkRun:
     # -- values besides the messages
 
     def others(self, places: Sequence[int]) -> list[int]:
-        """The processes of the run that are not among these."""
-        return [p for p in range(self.cluster.processes) if p not in places]
+        """The processes of the network that are not among these."""
+        return [p for p in self._members if p not in places]
 
     def send(self, run: int, number: int, x: Any, to: Sequence[int]) -> None:
         """Send the logical value of an array that this process has to others. Waits for nothing.

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from time import perf_counter
 from typing import Any, Final, TypeAlias
@@ -63,6 +63,19 @@ THREADS: Final = max(1, (os.cpu_count() or 1) // 2)
 """Threads that launch programs, at most one for each actor. They do little else, and XLA:CPU needs cores too."""
 
 
+@dataclass(frozen=True)
+class FlowOfPipeline:
+    """The flow of which a pipeline is a node: the processes of its ranks run it alone.
+
+    Attributes:
+      name: of the flow.
+      whole: the numbers of results in pieces that the first process gets whole.
+    """
+
+    name: str
+    whole: Collection[int]
+
+
 class _StageState:
     """The values that a stage holds while a call runs: its residents, by variable."""
 
@@ -103,21 +116,23 @@ class PipelineExecutable:
     moves_arguments = True
 
     def __init__(
-        self, plan: MpmdPlan, meshes: Sequence[AnyMesh], known: Mapping[TaskId, Executable] | None = None
-    ) -> None:
+        self, plan: MpmdPlan, meshes: Sequence[AnyMesh], known: Mapping[TaskId, Executable] | None = None,
+        flow: FlowOfPipeline | None = None,
+    ) -> None:  # fmt: skip
         """Compile a plan.
 
         Args:
           plan: the plan.
           meshes: the mesh of each rank, with devices.
           known: executables of its tasks that exist already.
+          flow: what runs it as a node.
         """
         if not all(isinstance(m, Mesh) for m in meshes):
             raise MeshError(
                 f"{plan.program.name} is planned for {plan.mesh}, a mesh without devices; make the mesh without "
                 "`topology=` to run it."
             )
-        self.plan = plan
+        self.plan, self._flow = plan, flow
         self.settings = settings()
         self._ranks = tuple(meshes)
         self.places = RankProcesses.of(meshes, plan.program.name)
@@ -194,9 +209,14 @@ class PipelineExecutable:
         plan, steps = self.plan, self._steps
         remote = None
         if self.agreement is not None:
-            self.agreement.agree_on_plan()
-            what = f"{plan.program.name}: its stages"
-            remote = NetworkRun(plan.network, plan.digest, self.places.of_rank, WaysCodec(self._ways), what)
+            digest, codec, what = plan.digest, WaysCodec(self._ways), f"{plan.program.name}: its stages"
+            if self._flow is None:
+                self.agreement.agree_on_plan()
+            else:  # all have compared the flow
+                digest = f"{digest} of {self._flow.name}"
+            remote = NetworkRun(
+                plan.network, digest, self.places.of_rank, codec, what, inner=self._flow is not None
+            )  # fmt: skip
         self.compile_tasks()
         tokens = {s.label: [None] * len(s.gives) for row in plan.network.actors for s in row}
         programs = 3 if any(w is not None and w.boxes for w in self._ways) else 1  # a step's own, before and after it
@@ -436,7 +456,8 @@ class PipelineExecutable:
 
     def _result(self, i: int, v: Any, stage: Stage, state: _StageState, run: int) -> Any:
         exit, aval, remote = self._exits[i], self.plan.pieces.program.out_avals[i], self._remote
-        here = self.places.is_here(stage.rank)
+        here, first = self.places.is_here(stage.rank), self.places.all[0]
+        is_whole = self._flow is not None and self.plan.pieces.outputs[i].number in self._flow.whole
         if compat.is_literal(v):
             value = Arrival(lambda: np.asarray(v.val))
             return exit.enter(v.val) if here else RemoteArray(aval, exit.at, exit.device_mesh, value)
@@ -444,9 +465,12 @@ class PipelineExecutable:
             if remote is not None and is_small(aval):  # in all processes of the rank: fetching it may take them all
                 to = remote.others(self.places.of_rank[stage.rank]) if self.places.speaks_for(stage.rank) else []
                 remote.send(run, i, exit.leave(state.residents[v]), to)
+            elif remote is not None and is_whole and not self.places.is_of(stage.rank, first):
+                x = exit.leave(state.residents[v].copy())  # a later call may take its memory before it is sent
+                remote.send(run, i, x, [first] if self.places.speaks_for(stage.rank) else [])
             return state.residents[v]
         assert remote is not None
-        if is_small(aval):
+        if is_small(aval) or (is_whole and self.places.me == first):
             return remote.arriving(run, i, aval, exit.at, exit.device_mesh)
         return RemoteArray(aval, exit.at, exit.device_mesh)
 

@@ -63,7 +63,8 @@ class Way:
     @cached_property
     def is_here(self) -> bool:
         """Whether both places are in this process, or each of their processes sends to itself alone."""
-        return {*self.given.processes, *self.taken.processes} <= {me(), None} or self.given.is_beside(self.taken)
+        known = {*self.given.processes, *self.taken.processes, *self.taken.takers}
+        return known <= {me(), None} or self.given.is_beside(self.taken)
 
     @cached_property
     def stays(self) -> bool:
@@ -121,6 +122,8 @@ class Way:
             return x.copy() if self.copied and hasattr(x, "copy") else x
         if self.given.on_host:
             return x.copy() if self.copied and isinstance(x, jax.Array) else x
+        if not self.given.is_here:
+            return None
         if self.taken.on_host and self.is_here:
             x = self.given.leave(x)
             x = x.copy() if self.copied else x
@@ -147,7 +150,8 @@ class Way:
         if not mine:
             return []
         if self.given.on_host:
-            whole = np.asarray(words(as_jax(x)) if isinstance(x, jax.Array) else x, self.given.words[1])
+            stacked = isinstance(x, StackedArray) or not isinstance(x, jax.Array)
+            whole = np.asarray(x if stacked else words(as_jax(x)), self.given.words[1])
             blocks = {0: whole}
         else:
             number = {d: i for i, d in enumerate(self.given.devices)}
@@ -159,22 +163,27 @@ class Way:
 
     def parcels_to(self, peer: int) -> list[Parcel]:
         """The parcels from this process to another one, in the order of the plan."""
-        return [p for p in self.plan.parcels if self._ends_of(p) == (me(), peer)]
+        return [p for p in self.plan.parcels if self._giver(p) == me() and peer in self._takers(p)]
 
-    def _ends_of(self, parcel: Parcel) -> tuple[int | None, int | None]:
-        """The processes that send and take a parcel."""
-        return self.given.processes[parcel.source], self.taken.processes[parcel.targets[0]]
+    def _giver(self, parcel: Parcel) -> int | None:
+        return self.given.processes[parcel.source]
+
+    def _takers(self, parcel: Parcel) -> tuple[int | None, ...]:
+        return self.taken.takers if self.taken.on_host else (self.taken.processes[parcel.targets[0]],)
 
     # -- on the taker's side
 
     def unpack(self, parts: Mapping[int, Sequence[Any]]) -> Any:
-        """The physical array as it has arrived, of the buffers of all processes; on the host the value."""
+        """The physical array as it has arrived, of the buffers of all processes; on the host the value. None for a
+        process that has no devices of the taker's mesh."""
+        if not self.taken.is_here:
+            return None
         dtype = self.given.words[1]
         left = {p: iter(buffers) for p, buffers in parts.items()}
         blocks: dict[int, np.ndarray[Any, Any]] = {}
         for p in self.plan.parcels:
-            giver, taker = self._ends_of(p)
-            if giver is None or giver not in parts or taker != me():
+            giver = self._giver(p)
+            if giver is None or giver not in parts or me() not in self._takers(p):
                 continue
             piece = from_bytes(next(left[giver]), p.shape, dtype)
             for target in p.targets:
@@ -184,7 +193,7 @@ class Way:
                 if target not in blocks:
                     blocks[target] = np.zeros(self.block, dtype)
                 blocks[target][_slices(p.box, self.needed[target])] = piece
-        mine = [i for i, process in enumerate(self.taken.processes) if process == me()]
+        mine = [i for i, process in enumerate(self.taken.processes) if process == me() or self.taken.on_host]
         for i in mine:
             if i not in blocks:
                 blocks[i] = np.zeros(self.block, dtype)
@@ -220,7 +229,7 @@ class Way:
 
     def arrive(self, x: Any) -> Any:
         """The physical array of what has arrived."""
-        if self.taken.on_host or self.stays:
+        if self.taken.on_host or self.stays or not self.taken.is_here:
             return x
         if self.plan.after.steps:
             x = boxed(self.taken.mesh, self.plan.shape, self.plan.after, self.plan.arrives, self.plan.taken)(x)
