@@ -239,6 +239,10 @@ class StackedArray(PlacedArray):
     def dtype(self) -> Any:
         return self.pieces[0].dtype
 
+    @property
+    def weak_type(self) -> bool:
+        return self.pieces[0].weak_type
+
     def is_ready(self) -> bool:
         return all(p.is_ready() for p in self.pieces)
 
