@@ -244,6 +244,17 @@ class FlowProcesses:
 
     def brought(self, state: Sequence[Any]) -> list[Any]:
         """The state with those leaves here that a process reads when a run begins that has not made them."""
+        readers = self._readers(state)
+        returned = {f for o in self._built.outs if o is not None for f in self._first_of(o) if isinstance(f, int)}
+        wanted = [i for i in range(len(state)) if i in returned or self._are_apart(readers.get(i, ()))]
+        values = [(state[i], readers.get(i, ()), i in returned) for i in wanted]
+        found = list(state)
+        for i, x in zip(wanted, self._bring(values, self._name), strict=True):
+            found[i] = x
+        return found
+
+    def _readers(self, state: Sequence[Any]) -> dict[int, set[Holder]]:
+        """The nodes that take a leaf of the first state, with its place."""
         readers: dict[int, set[Holder]] = {}
         for edge in self._built.edges:
             for m in edge.moves:
@@ -258,13 +269,7 @@ class FlowProcesses:
         for i, x in enumerate(state):
             if isinstance(x, StackedArray) and all(isinstance(at, StagesPlace) for _, at in readers.get(i, ())):
                 readers.pop(i, None)  # its pieces are on their stages
-        returned = {f for o in self._built.outs if o is not None for f in self._first_of(o) if isinstance(f, int)}
-        wanted = [i for i in range(len(state)) if i in returned or self._are_apart(readers.get(i, ()))]
-        values = [(state[i], readers.get(i, ()), i in returned) for i in wanted]
-        found = list(state)
-        for i, x in zip(wanted, self._bring(values, self._name), strict=True):
-            found[i] = x
-        return found
+        return readers
 
     @staticmethod
     def _first_of(origin: Origin) -> Sequence[int | Fixed]:

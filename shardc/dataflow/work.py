@@ -168,9 +168,9 @@ class FunctionWork:
     def _on_stages(
         self, avals: Sequence[Any], pieces: Sequence[Piece], borders: Sequence[Border], is_taken: bool
     ) -> list[Place]:
-        """The places of a pipeline's arguments, or results. If it is in several processes, what is in one piece, and too
-        large for every process to have it, is on the mesh of its stage; all else is taken by all of them, and given by
-        the first one."""
+        """The places of a pipeline's arguments, or results. In several processes a leaf in one piece is on the mesh of
+        its stage, if it is too large for every process to have it; others are taken by all of them, and given by the
+        first one."""
         found: dict[int, list[Place]] = {}
         for piece, b in zip(pieces, borders, strict=True):
             place = Place(_known(b.aval), self.meshes[self.plan.stages[b.stage].rank], b.placement)
@@ -181,8 +181,10 @@ class FunctionWork:
             if self.is_wide and len(parts) == 1 and not is_small(aval):
                 places.append(parts[0])
                 continue
-            first, *others = self._processes if self.is_wide else (None,)
-            others = tuple(p for p in others if p is not None) if is_taken else ()
+            first, others = (
+                (self._processes[0] if self.is_wide else None),
+                tuple(self._processes[1:] if is_taken else ()),
+            )
             places.append(StagesPlace(_known(aval), self.meshes[0], None, first, parts, others))
         return places
 

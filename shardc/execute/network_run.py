@@ -53,7 +53,7 @@ class NetworkRun:
       ClusterError: this process runs alone.
     """
 
-    def __init__(  # a network, and where it runs
+    def __init__(  # noqa: PLR0913  # a network, and where it runs
         self, net: Network, digest: str, places: Sequence[Sequence[int]], codec: Codec, what: str,
         crossing: Collection[int] = (), inner: bool = False,
     ) -> None:  # fmt: skip

@@ -325,7 +325,9 @@ def random_flows(first, last):
             flow.close()
         if current().me == 0:
             seconds = time.monotonic() - begin
-            print(f"seed {seed}: {places}, {flows.LENGTH} wide, {rounds} rounds, {seconds:.1f} s {why[:60]}", flush=True)
+            print(
+                f"seed {seed}: {places}, {flows.LENGTH} wide, {rounds} rounds, {seconds:.1f} s {why[:60]}", flush=True
+            )
 
 
 def main(names):
