@@ -181,10 +181,8 @@ class FunctionWork:
             if self.is_wide and len(parts) == 1 and not is_small(aval):
                 places.append(parts[0])
                 continue
-            first, others = (
-                (self._processes[0] if self.is_wide else None),
-                tuple(self._processes[1:] if is_taken else ()),
-            )
+            first = self._processes[0] if self.is_wide else None
+            others = tuple(self._processes[1:]) if is_taken else ()
             places.append(StagesPlace(_known(aval), self.meshes[0], None, first, parts, others))
         return places
 

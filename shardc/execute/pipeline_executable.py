@@ -213,7 +213,7 @@ class PipelineExecutable:
             if self._flow is None:
                 self.agreement.agree_on_plan()
             else:  # all have compared the flow
-                digest = f"{digest} of {self._flow.name}"
+                digest = f"{digest} of {self._flow.name} in {self.places.all}"  # others may open a like one
             remote = NetworkRun(
                 plan.network, digest, self.places.of_rank, codec, what, inner=self._flow is not None
             )  # fmt: skip
