@@ -93,6 +93,7 @@ class _TimedTasks:
 
     def __init__(self) -> None:
         self.waited: dict[Any, tuple[float, float]] | None = None  # by label, the time on the devices
+        self.number = 0  # of the call
 
     def run(self, label: Any, executable: Executable, given: list[Any]) -> list[Any]:
         waited = self.waited
@@ -221,12 +222,13 @@ class PipelineExecutable:
         tokens = {s.label: [None] * len(s.gives) for row in plan.network.actors for s in row}
         programs = 3 if any(w is not None and w.boxes for w in self._ways) else 1  # a step's own, before and after it
         window = max(1, IN_FLIGHT // plan.schedule.ranks // programs)
+        wide = any(len(ps) > 1 for ps in self.places.of_rank)  # their actors wait for other processes
         executor = Executor(
             plan.network,
-            lambda label: self._task(label, steps.get(label), tokens[label]),
+            lambda label: self._task(label, steps.get(label), tokens[label], remote),
             transports=self._transport,
             limit=LaunchLimit(window, jax.block_until_ready, _is_ready),
-            threads=Threads(plan.schedule.ranks if self._calls_back() else THREADS, plan.program.name),
+            threads=Threads(THREADS if not (self._calls_back() or wide) else plan.schedule.ranks, plan.program.name),
             share=None if remote is None else remote.share,
         )
         if remote is not None:
@@ -277,9 +279,10 @@ class PipelineExecutable:
         eqns = (e for x in self._task_executables() for e in all_eqns(x.plan.boxed.jaxpr))
         return any(e.primitive.name in CALLBACKS for e in eqns)
 
-    def _task(self, label: Any, step: StepValues | None, tokens: list[None]) -> Task:
+    def _task(self, label: Any, step: StepValues | None, tokens: list[None], remote: NetworkRun | None) -> Task:
         if step is not None:
-            return Task(self._runner(label, step, self._arriving[label]), source=_lines_of(step.task))
+            together = self._together(self.plan.stages[step.task.id.stage].rank, remote)
+            return Task(self._runner(label, step, self._arriving[label], together), source=_lines_of(step.task))
         return Task(lambda _: tokens, settled=label in map(done_label, range(self.plan.schedule.ranks)))
 
     @cached_property
@@ -291,7 +294,17 @@ class PipelineExecutable:
             for s in steps
         }
 
-    def _runner(self, label: Any, step: StepValues, arriving: Sequence[tuple[int, Ways]]) -> Runner:
+    def _together(self, rank: int, remote: NetworkRun | None) -> Callable[[], None]:
+        """The function that waits, in a call, until all processes of a rank have come to its next step: a program that
+        some of them do not launch, because the call is stopped, never ends in the others."""
+        if remote is None or len(self.places.of_rank[rank]) == 1:
+            return lambda: None
+        network, watch = remote.network, self._watch
+        return lambda: network.together(watch.number, rank)
+
+    def _runner(
+        self, label: Any, step: StepValues, arriving: Sequence[tuple[int, Ways]], together: Callable[[], None]
+    ) -> Runner:
         """The function that a step runs: it picks the task's inputs, launches it, and hands out its results."""
         state = self._states[step.task.id.stage]
         residents = state.residents
@@ -301,6 +314,7 @@ class PipelineExecutable:
         wide = bool(settings()[0])  # the actor's thread lacks this setting, and callbacks into Python read it
 
         def run(values: list[Any]) -> list[Any]:
+            together()
             for i, ways in arriving:
                 values[i] = ways.arrive(values[i])
             for v, (i, j) in incoming:
@@ -369,6 +383,7 @@ class PipelineExecutable:
                 raise TypeError("not the call that was compiled")  # the caller then makes the call without the cache
         executor, remote = self.compiled, self._remote
         begin, run = perf_counter(), executor.runs + 1
+        self._watch.number = run
         try:
             try:
                 named = zip(self.plan.program.in_paths, args, strict=False)

@@ -150,8 +150,8 @@ class Way:
         if not mine:
             return []
         if self.given.on_host:
-            stacked = isinstance(x, StackedArray) or not isinstance(x, jax.Array)
-            whole = np.asarray(x if stacked else words(as_jax(x)), self.given.words[1])
+            is_key = bool(self.given.words[0]) and isinstance(x, jax.Array)
+            whole = np.asarray(words(as_jax(x)) if is_key else x, self.given.words[1])
             blocks = {0: whole}
         else:
             number = {d: i for i, d in enumerate(self.given.devices)}

@@ -5,9 +5,13 @@
 runs cases by name; without a name all that are for so many processes. Process 0 prints `ok NAME` for each.
 """
 
+import os
 import re
+import signal
 import sys
 import tempfile
+import threading
+import time
 from functools import partial
 from pathlib import Path
 
@@ -31,6 +35,8 @@ from tests.pipeline import test_parity as parity  # noqa: E402
 from tests.runtime.peers import together  # noqa: E402
 
 CASES = {}
+STOPS = 12
+"""Calls of a pipeline that are stopped at random times."""
 
 
 def case(*, processes=2, islands=None):
@@ -364,6 +370,48 @@ def small_results_in_pieces_are_made_whole_by_all_that_hold_them():
     want, right = trained(jax.jit(step), (params,), [batch] * 3)
     np.testing.assert_allclose(got, want, rtol=1e-6)
     jax.tree.map(partial(np.testing.assert_allclose, rtol=0, atol=1e-5), shardc.fetch(tuple(state)), tuple(right))
+
+
+class Stopped(Exception):
+    """A script's own error, wherever it is."""
+
+
+def stop(*_):
+    raise Stopped
+
+
+@case(processes=4, islands=2)
+def a_stop_leaves_no_process_of_a_stage_waiting():
+    """One process is stopped at a random time of a call; the next calls are right in all of them."""
+    rng, me = np.random.default_rng(13), current().me
+    mesh = shardc.make_mesh(pipe=2, data=4)
+    params, batch = weights(rng, (256, 256), (256, 256)), batch_of(rng, 64, 256)
+    fn = shardc.accumulate(jax.value_and_grad(loss_of), microbatches=16)
+    made = shardc.function(fn, mesh=mesh, pipeline=shardc.Pipeline(), in_placements={"batch": {"data": S(0)}})
+    want = float(jax.jit(fn)(params, batch)[0])
+    signal.signal(signal.SIGUSR2, stop)
+    begin = time.monotonic()
+    assert abs(float(made(params, batch)[0]) - want) < 1e-5
+    begin = time.monotonic()
+    made(params, batch)[0].block_until_ready()
+    usual, stopped = time.monotonic() - begin, 0
+    for trial in range(STOPS):
+        chosen, after = int(rng.integers(4)), float(rng.random() * usual)
+        current().gather("trial", str(trial))
+        timer = threading.Timer(after, os.kill, (os.getpid(), signal.SIGUSR2))
+        try:
+            if me == chosen:
+                timer.start()
+            float(made(params, batch)[0])
+            if me == chosen:
+                timer.join()
+        except (Stopped, shardc.PipelineError) as error:
+            stopped += 1
+            del error
+        assert abs(float(made(params, batch)[0]) - want) < 1e-5
+        if me == 0:
+            print(f"trial {trial}: process {chosen} after {after:.3f} of {usual:.3f} s", flush=True)
+    assert stopped
 
 
 @case(processes=2, islands=1)

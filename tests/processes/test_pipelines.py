@@ -79,6 +79,11 @@ def test_a_stage_of_two_processes():
 
 
 @pytest.mark.sampled(0)
+def test_calls_of_a_stage_of_two_processes_that_are_stopped():
+    run(["a_stop_leaves_no_process_of_a_stage_waiting"], processes=4, islands=2)
+
+
+@pytest.mark.sampled(0)
 def test_one_runtime():
     names = [
         "stages_of_one_runtime_in_two_processes",
