@@ -216,7 +216,7 @@ class PipelineExecutable:
             else:  # all have compared the flow
                 digest = f"{digest} of {self._flow.name} in {self.places.all}"  # others may open a like one
             remote = NetworkRun(
-                plan.network, digest, self.places.of_rank, codec, what, inner=self._flow is not None
+                plan.network, digest, self.places.of_rank, codec, what, self._crossing, self._flow is not None
             )  # fmt: skip
         self.compile_tasks()
         tokens = {s.label: [None] * len(s.gives) for row in plan.network.actors for s in row}
@@ -262,17 +262,19 @@ class PipelineExecutable:
 
     def _transport(self, channel: Channel) -> Transport:
         """The function that moves a message of a channel within this process, or readies it for a link."""
-        ways = self._ways[next(i for i, c in enumerate(self.plan.network.channels) if c is channel)]
+        number = next(i for i, c in enumerate(self.plan.network.channels) if c is channel)
+        ways = self._ways[number]
         if ways is None or ways.stay or not self.places.is_here(channel.source):
             return _stay
-        if self.places.are_apart(channel.source, channel.target):
-            return ways.leave
-        if not ways.stay_near:
-            raise MeshError(
-                f"{self.plan.program.name}: ranks {channel.source} and {channel.target} share their processes, and "
-                f"values of {channel.name} have other placements on either; give these ranks meshes of equal sizes."
-            )
-        return ways.move
+        return ways.leave if number in self._crossing else ways.move
+
+    @cached_property
+    def _crossing(self) -> set[int]:
+        """The channels whose values go from process to process."""
+        ends = enumerate(zip(self.plan.network.channels, self._ways, strict=True))
+        return {
+            i for i, (c, w) in ends if w is not None and (self.places.are_apart(c.source, c.target) or not w.stay_near)
+        }  # fmt: skip
 
     def _calls_back(self) -> bool:
         """Whether a task has callbacks. XLA:CPU runs it while it is launched, so each actor needs a thread."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -126,9 +127,11 @@ def channel_ways(plan: MpmdPlan, places: RankProcesses, steps: Mapping[Any, Step
         if carried is None:
             found.append(None)
             continue
-        link, ends = plan.border(carried.source, carried.target), enumerate(plan.ends(carried))
-        copied = held.get(number, set()) if places.are_apart(channel.source, channel.target) else set()
-        found.append(Ways([Way(given, taken, link, i in copied) for i, (given, taken) in ends], wide))
+        link, ends = plan.border(carried.source, carried.target), plan.ends(carried)
+        ways = [Way(given, taken, link) for given, taken in ends]
+        if places.are_apart(channel.source, channel.target) or not all(w.stays_near for w in ways):
+            ways = [replace(w, copied=i in held.get(number, ())) for i, w in enumerate(ways)]
+        found.append(Ways(ways, wide))
     return found
 
 

@@ -421,6 +421,35 @@ def stages_of_one_runtime_in_two_processes():
 
 
 @case(processes=2, islands=1)
+def stages_of_the_same_processes_have_other_placements():
+    """Two devices of each process for either stage, on meshes of other shapes: pieces go from process to process."""
+    rng, devices = np.random.default_rng(14), np.array(jax.devices()).reshape(2, 2, -1)
+    shapes = ((2, 2), (4, 1))
+    meshes = [Mesh(devices[:, i].reshape(shape), ("p", "d")) for i, shape in enumerate(shapes)]
+    params, batches = weights(rng, (24, 24), (24, 24)), [batch_of(rng, 24, 24) for _ in range(3)]
+
+    def loss_of(params, batch):
+        x = shardc.constrain(jnp.tanh(batch["x"] @ params["w0"]), {"p": S(1), "d": S(0)})
+        x = shardc.constrain(shardc.stage_boundary(x), {"p": S(0)})
+        return ((jnp.tanh(x @ params["w1"]) - batch["y"]) ** 2).mean()
+
+    def step(params, batch):
+        loss, grads = shardc.accumulate(jax.value_and_grad(loss_of), microbatches=4)(params, batch)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
+
+    def one_step(params, batch):
+        loss, grads = loss_and_grad(params, batch)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
+
+    made = shardc.function(step, pipeline=shardc.Pipeline(meshes=meshes), donate_argnames="params")
+    got, state = trained(made, (params,), batches)
+    want, right = trained(jax.jit(one_step), (params,), batches)
+    np.testing.assert_allclose(got, want, rtol=1e-6)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=0, atol=1e-5), shardc.fetch(tuple(state)), tuple(right))
+    assert executable_of(made)._crossing
+
+
+@case(processes=2, islands=1)
 def rows_of_each_process_go_to_the_stages_without_a_copy():
     mesh, rng = shardc.make_mesh(pipe=2, data=2), np.random.default_rng(11)
     params, batch = weights(rng, (20, 20), (20, 20)), batch_of(rng)

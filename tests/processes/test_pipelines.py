@@ -91,6 +91,7 @@ def test_one_runtime():
         "stages_of_one_runtime_have_no_checkpoints",
     ]
     run(names, islands=1)
+    run(["stages_of_the_same_processes_have_other_placements"], islands=1, devices=4)
 
 
 @pytest.mark.sampled(0)
