@@ -88,7 +88,7 @@ def test_one_runtime():
     names = [
         "stages_of_one_runtime_in_two_processes",
         "rows_of_each_process_go_to_the_stages_without_a_copy",
-        "stages_of_one_runtime_have_no_checkpoints",
+        "stages_of_one_runtime_write_what_they_have",
     ]
     run(names, islands=1)
     run(["stages_of_the_same_processes_have_other_placements"], islands=1, devices=4)

@@ -162,7 +162,8 @@ def a_failure_is_one_error_in_all():
 @case
 def checkpoints():
     folder = current().gather("folder", tempfile.mkdtemp() if current().me == 0 else "")[0]
-    train, (states, _) = train_of(1, samplers=ONE_SAMPLER), loop(1, 6, ONE_SAMPLER)
+    samplers = SAMPLERS if current().config.islands == 1 else ONE_SAMPLER
+    train, (states, _) = train_of(1, samplers=samplers), loop(1, 6, samplers)
     late = train.plan(START, 0).pending
     for until in (1, 3):
         with shardc.checkpoints(folder) as saved:
