@@ -10,10 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardc.arrays.placed import PlacedArray, StackedArray, is_placed
-from shardc.arrays.remote_array import Arrival, RemoteArray
+from shardc.arrays.remote_array import Arrival, RemoteArray, home_of
 from shardc.checkpoint.manifest import VALUES, RowBlock, StoredLeaf
 from shardc.errors import CheckpointError, all_offenders
-from shardc.machine.devices import processes_of
 from shardc.passes.trace.trace import leaves_by_path, path_text
 from shardc.sbp.layout import bits_of
 from shardc.sbp.signature import is_extended
@@ -22,8 +21,8 @@ ARRAYS: Final = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
 
 
 def is_remote(x: object) -> bool:
-    """Whether a leaf is an array that lives in another island, which writes it."""
-    return isinstance(x, RemoteArray)
+    """Whether a leaf is an array of other processes, which write it."""
+    return bool(home_of(x))
 
 
 def arrives(x: Any) -> bool:
@@ -89,8 +88,8 @@ def homes_beside(pairs: Sequence[tuple[str, Any]], island: Collection[int]) -> d
         for n, (_, x) in enumerate(pairs)
         for i, part in (enumerate(x.pieces) if isinstance(x, StackedArray) else [(None, x)])
     ]
-    homes = {name: processes_of(x.mesh.devices.flat) for name, x in parts if isinstance(x, RemoteArray)}
-    return {name: home for name, home in homes.items() if set(home) <= set(island)}
+    homes = {name: home_of(x) for name, x in parts}
+    return {name: home for name, home in homes.items() if home and set(home) <= set(island)}
 
 
 def block_name(number: int, piece: int | None) -> str:

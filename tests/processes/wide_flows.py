@@ -178,6 +178,28 @@ def checkpoints():
 
 
 @case
+def checkpoints_of_arrays_of_some_processes():
+    """Of processes 1 and 2, sharded; of the last one; of all, whole."""
+    folder = current().gather("folder", tempfile.mkdtemp() if current().me == 0 else "")[0]
+    middle, last = Mesh(np.array([*OF[1], *OF[2]]), ("data",)), Mesh(np.array(OF[3]), ("data",))
+    x, y = np.arange(240, dtype=np.float32).reshape(12, 20), np.arange(8 * PER)
+    state = {
+        "rows": shardc.put(x, middle, {"data": S(0)}), "columns": shardc.put(x, middle, {"data": S(1)}),
+        "uneven": shardc.put(x[:7], middle, {"data": S(0)}), "last": shardc.put(y, last, {"data": S(0)}),
+        "whole": np.ones(3), "n": 0,
+    }  # fmt: skip
+    with shardc.checkpoints(folder, keep=2) as saved:
+        for i in range(4):
+            saved.step(i, {**state, "n": i})
+    with shardc.checkpoints(folder) as saved:
+        again, start = saved.last(or_else=state)
+    assert (start, again["n"]) == (4, 3)
+    whole = shardc.fetch(again)
+    for name, value in {"rows": x, "columns": x, "uneven": x[:7], "last": y, "whole": np.ones(3)}.items():
+        np.testing.assert_array_equal(whole[name], value)
+
+
+@case
 def what_stays_in_each_process():
     """Of meshes of the same processes: the second one has other pieces, of what the same process has."""
     halves = [[ds[: PER // 2], ds[PER // 2 :]] for ds in OF[:2]]
