@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple
 
 from jax.sharding import Mesh
 
-from shardc.arrays.place import Place
+from shardc.arrays.place import Place, StagesPlace
 from shardc.dataflow.round import Fixed, FlowNode, Origin, Round
 from shardc.dataflow.timing.resources import Ends, PlacedNode, devices_of, resources_of
 from shardc.dataflow.value import RoundValue
@@ -163,6 +163,7 @@ class FlowNetwork:
       processes: of the run, those of each actor; the first of them speaks for them.
       edges: by channel.
       constants: for each node the state leaves that it takes and that never change, by argument.
+      whole: for each node in several processes its results that the first of them gets whole.
       ends: the nodes that end a run by having no more.
       apart: the rounds by which shared states let actors be apart; None: any. If it is 0, no node is in a round that is
         not in the inputs and in all loaders.
@@ -188,6 +189,7 @@ class FlowNetwork:
         self.longest = max((e.delay for e in self.edges), default=0)
         self.edges = [self._with_registers(self._safe(e)) for e in self.edges]
         self.network = self._network()
+        self.whole = {n: self._given_whole(n) for n in round.nodes if len(self.processes_of(n)) > 1}
 
     def _edges(self) -> list[Edge]:
         found: dict[tuple[int, int, int, bool], Edge] = {}
@@ -316,13 +318,25 @@ class FlowNetwork:
         """The processes that have a value that a node has at this place; the first of them speaks for them."""
         return self.holders(node, place) if place.process is None else (place.process,)
 
-    def given_whole(self, node: FlowNode) -> set[int]:
-        """The results of a pipeline that others take, or that are kept: not those that stay on its stages as a part of
-        the state."""
-        taken = {
-            m.output for e in self.edges if e.giver is node and (e.delay > 1 or e.taker is not node) for m in e.moves
-        }  # fmt: skip
-        return taken | {o.index for o in self.outs if o is not None and o.node is node}
+    def _given_whole(self, node: FlowNode) -> set[int]:
+        """The results of a pipeline in pieces that others take, or that are kept: not those that stay on its stages as
+        a part of the state.
+
+        Raises:
+          FlowError: pieces of one are in several processes each.
+        """
+        edges = [e for e in self.edges if e.giver is node and (e.delay > 1 or e.taker is not node)]
+        taken = {m.output for e in edges for m in e.moves}
+        taken |= {o.index for o in self.outs if o is not None and o.node is node}
+        found = {i: p for i in taken if isinstance(p := node.work.gives[i], StagesPlace)}
+        if wrong := [f"result {i}." for i, p in found.items() if any(len(set(x.processes)) > 1 for x in p.pieces)]:
+            head = (
+                f"{self.round.where}: results of {node} are in pieces, as its layers run in a scan, and its stages are "
+                "in several processes each; what others take, or the round returns, cannot be put together then. Give "
+                "each stage devices of one process, or write its layers one after the other:"
+            )
+            raise FlowError(all_offenders(head, wrong))
+        return set(found)
 
     def crosses(self, edge: Edge) -> bool:
         """Whether an edge's values go from process to process: they are sent some time after they are given."""

@@ -82,7 +82,7 @@ class FlowRun:
         self._pots = pots_of(plan.nodes)
         for node in plan.nodes:
             if isinstance(node.work, FunctionWork) and node.work.is_wide:
-                node.work.flow = FlowOfPipeline(plan.name, plan.built.given_whole(node))
+                node.work.flow = FlowOfPipeline(plan.name, plan.built.whole[node])
         read_only_what_is_used(plan.built)
 
     # -- opening

@@ -11,7 +11,6 @@ from jax.sharding import Mesh
 
 from shardc.arrays.frozen import frozen
 from shardc.arrays.place import Place, StagesPlace
-from shardc.arrays.remote_array import is_small
 from shardc.calls.constant_leaves import array_leaves
 from shardc.errors import FlowError, all_offenders
 from shardc.execute.pipeline_executable import FlowOfPipeline
@@ -169,8 +168,7 @@ class FunctionWork:
         self, avals: Sequence[Any], pieces: Sequence[Piece], borders: Sequence[Border], is_taken: bool
     ) -> list[Place]:
         """The places of a pipeline's arguments, or results. In several processes a leaf in one piece is on the mesh of
-        its stage, if it is too large for every process to have it; others are taken by all of them, and given by the
-        first one."""
+        its stage; one in several pieces is taken whole by all of them, and given by the first one."""
         found: dict[int, list[Place]] = {}
         for piece, b in zip(pieces, borders, strict=True):
             place = Place(_known(b.aval), self.meshes[self.plan.stages[b.stage].rank], b.placement)
@@ -178,7 +176,7 @@ class FunctionWork:
         places: list[Place] = []
         for number, aval in enumerate(avals):
             parts = tuple(found.get(number, ()))
-            if self.is_wide and len(parts) == 1 and not is_small(aval):
+            if self.is_wide and len(parts) == 1:
                 places.append(parts[0])
                 continue
             first = self._processes[0] if self.is_wide else None

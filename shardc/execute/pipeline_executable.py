@@ -421,7 +421,7 @@ class PipelineExecutable:
         plan, remote = self.plan, self._remote
         if remote is not None:
             for i, to in self._shared.items():
-                if _lives_on(parts[i], self._homes[i]) and not is_small(plan.pieces.program.in_avals[i]):
+                if _lives_on(parts[i], self._homes[i]) and not self._is_told(plan.pieces.program.in_avals[i]):
                     remote.send(run, len(self._exits) + i, parts[i], to)
         near: dict[int, Any] = {}  # what another process sends, it sends once, also to two ranks of this one
         entered: dict[tuple[int, NamedSharding], jax.Array] = {}  # an argument of two stages of a rank is put once
@@ -471,6 +471,10 @@ class PipelineExecutable:
                 found[i] = self._result(i, v, stage, state, run)
         return self._exit.assemble([found[i] for i in range(len(found))])
 
+    def _is_told(self, aval: Any) -> bool:
+        """Whether a result of this type comes to all processes; a flow asks for those that it hands on."""
+        return self._flow is None and is_small(aval)
+
     def _result(self, i: int, v: Any, stage: Stage, state: _StageState, run: int) -> Any:
         exit, aval, remote = self._exits[i], self.plan.pieces.program.out_avals[i], self._remote
         here, first = self.places.is_here(stage.rank), self.places.all[0]
@@ -479,7 +483,9 @@ class PipelineExecutable:
             value = Arrival(lambda: np.asarray(v.val))
             return exit.enter(v.val) if here else RemoteArray(aval, exit.at, exit.device_mesh, value)
         if here:
-            if remote is not None and is_small(aval):  # in all processes of the rank: fetching it may take them all
+            if remote is not None and self._is_told(
+                aval
+            ):  # in all processes of the rank: fetching it may take them all
                 to = remote.others(self.places.of_rank[stage.rank]) if self.places.speaks_for(stage.rank) else []
                 remote.send(run, i, exit.leave(state.residents[v]), to)
             elif remote is not None and is_whole and not self.places.is_of(stage.rank, first):
@@ -487,7 +493,7 @@ class PipelineExecutable:
                 remote.send(run, i, x, [first] if self.places.speaks_for(stage.rank) else [])
             return state.residents[v]
         assert remote is not None
-        if is_small(aval) or (is_whole and self.places.me == first):
+        if self._is_told(aval) or (is_whole and self.places.me == first):
             return remote.arriving(run, i, aval, exit.at, exit.device_mesh)
         return RemoteArray(aval, exit.at, exit.device_mesh)
 

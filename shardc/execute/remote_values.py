@@ -64,7 +64,8 @@ def _joined(x: Any, parts: Sequence[Any], brought: Sequence[Any]) -> Any:
 def _bring(parts: Sequence[Any], to: Sequence[Collection[int]], cluster: Cluster, what: str) -> list[Any]:
     group = group_of_run()
     assert group is not None
-    marks = "".join("+" if isinstance(x, RemoteArray) and not is_remote(x) or not home_of(x) else "-" for x in parts)
+    has = [not is_remote(x) if isinstance(x, RemoteArray) else not home_of(x) for x in parts]
+    marks = "".join("+" if it else "-" for it in has)
     said = [facts["has"] for facts in group.gather(f"{what} of {number_text(len(parts), 'array')}", {"has": marks})]
     found = list(parts)
     for i, (x, takers) in enumerate(zip(parts, to, strict=True)):
