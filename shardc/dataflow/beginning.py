@@ -123,7 +123,9 @@ class LateValues:
             value = LateValue(node, index, first)
             self._values.append(value)
         for k, holders in back.items():
-            value.back.setdefault(k, []).extend(holders)
+            known = value.back.setdefault(k, [])
+            given = bool(known) and all(n is node is known[0][0] for n, _ in holders)  # a node's own: where it gives it
+            value.back[k] = [*holders, *known] if given else [*known, *holders]
         return value
 
     def is_state(self, value: LateValue, k: int) -> bool:

@@ -310,7 +310,7 @@ class FlowProcesses:
         made = {i: o.node for i, o in origins if o.node is not None}
         avals = {i: v.aval for i, v in enumerate(self._built.round.state)}
         gives = {i: o.node.work.gives[o.index] for i, o in origins if o.node is not None}
-        here = {i: _at(gives[i], leaf(i)) for i, n in made.items() if self._is_here(n)}
+        here = {i: _at(gives[i], leaf(i)) for i, n in made.items() if self._is_here(n) and gives[i].is_here}
         told = self.tell([
             Told(i, avals[i], self._built.homes(n, gives[i]), [here[i]] if i in here else [])
             for i, n in made.items() if is_small(avals[i]) or not n.work.meshes

@@ -483,9 +483,7 @@ class PipelineExecutable:
             value = Arrival(lambda: np.asarray(v.val))
             return exit.enter(v.val) if here else RemoteArray(aval, exit.at, exit.device_mesh, value)
         if here:
-            if remote is not None and self._is_told(
-                aval
-            ):  # in all processes of the rank: fetching it may take them all
+            if remote is not None and self._is_told(aval):  # in all processes of the rank: it may take them all
                 to = remote.others(self.places.of_rank[stage.rank]) if self.places.speaks_for(stage.rank) else []
                 remote.send(run, i, exit.leave(state.residents[v]), to)
             elif remote is not None and is_whole and not self.places.is_of(stage.rank, first):
