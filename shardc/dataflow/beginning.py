@@ -330,8 +330,10 @@ class Beginning:
             delay = self._built.edges[channel].delay
             for j, values in enumerate(messages):
                 k = delay - (key - rounds) % period - j * period
-                late = [(self.late.of_move[channel, i], x) for i, x in enumerate(take[channel](values))]
-                found |= {(value, k): x for value, x in late if value.home(k) is self._built.edges[channel].taker}
+                for i, x in enumerate(take[channel](values)):
+                    value, edge = self.late.of_move[channel, i], self._built.edges[channel]
+                    if value.back.get(k) and value.back[k][0] == (edge.taker, edge.places(edge.moves[i])[1]):
+                        found[value, k] = x
         return found
 
 
