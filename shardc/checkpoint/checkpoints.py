@@ -23,7 +23,7 @@ from shardc.calls.placing import put
 from shardc.checkpoint.leaves import blocks_of, check_savable, described, encode, homes_beside, is_remote, named_leaves
 from shardc.checkpoint.lock import DirectoryLock
 from shardc.checkpoint.manifest import DamagedError, Manifest, files_of, write_manifest
-from shardc.checkpoint.orbax import Part, Writer, module
+from shardc.checkpoint.orbax import OwnersPart, Writer, module
 from shardc.checkpoint.restore import check_fits, restore
 from shardc.checkpoint.steps import (
     PARTIAL,
@@ -475,7 +475,7 @@ class Checkpoints:
         refuse_gone(f"saved.step({step}): arrays that are gone", pairs)
         check_savable(pairs)
         stored = [blocks_of(number, x) for number, (_, x) in enumerate(pairs)]
-        folder, parts = partial_folder(self.directory, step), list[Part]()
+        folder, parts = partial_folder(self.directory, step), list[OwnersPart]()
         manifests: list[Manifest] = []
         for owner, processes in enumerate(owners):
             if group.me not in processes:
@@ -483,7 +483,7 @@ class Checkpoints:
             own = [[(b, v) for b, v in blocks if owner_of.get(b.name, group.owner) == owner] for blocks in stored]
             arrays = {block.name: encode(value) for blocks in own for block, value in blocks}
             here = frozenset(p - group.island[0] for p in processes) if owner >= group.owners else None
-            parts.append(Part(folder / str(owner), arrays, here))
+            parts.append(OwnersPart(folder / str(owner), arrays, here))
             if group.me == processes[0]:
                 leaves = [described(p, x, [b for b, _ in of]) for (p, x), of in zip(pairs, own, strict=True)]
                 versions = VERSION, jax.__version__

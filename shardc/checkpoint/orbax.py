@@ -39,7 +39,7 @@ def module(name: str) -> Any:
         ) from error
 
 
-class Part(NamedTuple):
+class OwnersPart(NamedTuple):
     """The part of a checkpoint that an owner writes.
 
     Attributes:
@@ -91,7 +91,7 @@ class Writer:
             )  # fmt: skip
         return self._checkpointers[processes]
 
-    def start(self, step: int, parts: Sequence[Part], finish: Callable[[], None]) -> None:
+    def start(self, step: int, parts: Sequence[OwnersPart], finish: Callable[[], None]) -> None:
         """Begin to write. Returns when the arrays are copied to the host.
 
         Args:
@@ -170,7 +170,7 @@ def _store(folder: Path, name: str) -> dict[str, Any]:
     return {"driver": "zarr", "kvstore": database}
 
 
-def _write_alone(part: Part) -> None:
+def _write_alone(part: OwnersPart) -> None:
     """Write arrays of this process of several: orbax writes such in process 0 alone."""
     part.folder.mkdir(exist_ok=True)
     for name, x in part.arrays.items():
