@@ -151,7 +151,7 @@ def is_remote(x: object) -> bool:
     return isinstance(x, RemoteArray) and x.arriving is None
 
 
-def home_of(x: object) -> list[int]:
+def home_of(x: Any) -> list[int]:
     """The processes of an array that has no piece in this one; none if it has, or is no array."""
     if isinstance(x, RemoteArray):
         return processes_of(x.mesh.devices.flat)

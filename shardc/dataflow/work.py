@@ -127,7 +127,7 @@ class FunctionWork:
     def __init__(self, function: Callee, leaves: Sequence[Any], tree: Any) -> None:
         self._function, self._tree, self.meshes = function, tree, function.meshes
         self._call: Any = function
-        self._processes = _processes(function.meshes) if len(function.meshes) > 1 else ()
+        self._processes: Sequence[int] = _processes(function.meshes) if len(function.meshes) > 1 else []
         self.flow: FlowOfPipeline | None = None
         """Of a pipeline in several processes, the flow that runs it."""
         self.make_plan(leaves)
