@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike
-from typing import TYPE_CHECKING, Any, Never, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, Never, NoReturn, TypeAlias
 
 import jax
 from jax.sharding import AbstractMesh, Mesh
@@ -359,6 +359,7 @@ class Function:
                     from shardc.report.refused.forbidden_moves import refuse_compiled
 
                     refuse_compiled(made.audit(), self._forbidden, self._arguments.where)
+            made.unchecked = self._options.check == "first" and not made.absent
             self._executables[id(plan), mesh] = made
             for text in warnings_of(plan, self._arguments.where, self._options.replicate):
                 if text not in self._warned:
@@ -610,6 +611,7 @@ def function(  # noqa: PLR0913  # a public face
     replicate: str | Sequence[str] = (),
     forbid: Forbid = (),
     offload: str | Sequence[str] = "never",
+    check: Literal["never", "first"] = "never",
     **unknown: Any,
 ) -> Any:
     """Makes a function of one device run on a mesh.
@@ -642,6 +644,8 @@ def function(  # noqa: PLR0913  # a public face
         results replace and residuals of loops, where no plan fits the device's memory without, or only a slower one;
         or patterns of paths of arguments, `["opt_state/*"]`, which live there in any case, as the results that replace
         them. Not for pipelines.
+      check: "first": the first call of each compiled program is held against one device before it returns, as by
+        `compiled.check`. "never": no call is.
 
     Returns:
       A `Function`: called like `fn`, with `.plan(...)` and `.compile(...)`.
@@ -650,6 +654,7 @@ def function(  # noqa: PLR0913  # a public face
       ArgumentError: `fn` is no function; a keyword that `function` does not take, as `in_shardings`; a name that is no
         argument of `fn`; a file that is no plan. When it is called: a plan of another
         program, with all that differs; an argument's leaf that is neither an array nor a constant.
+      CheckError: in a first call, with `check="first"`: its numbers are not those of one device.
       ForbiddenMoveError: when it is called or planned: what is forbidden has to move.
       MeshError: no mesh is given, or None with a pipeline or a plan.
       PlacementError: a placement does not fit the mesh, or, in a call, its value.
@@ -665,7 +670,7 @@ def function(  # noqa: PLR0913  # a public face
     """
     options = Options(
         mesh, in_placements, out_placements, donate_argnames, static_argnames, pipeline, plan, replicate, forbid,
-        offload, donate_argnums, static_argnums,
+        offload, check, donate_argnums, static_argnums,
     )  # fmt: skip
     return decorated(function, (fn, *unnamed), unknown, options, function_of)
 

@@ -55,6 +55,7 @@ class Options:
     replicate: Any = ()
     forbid: Forbid = ()
     offload: Any = "never"
+    check: Any = "never"
     donate_argnums: Any = ()
     static_argnums: Any = ()
     all_constant: bool = False
@@ -70,6 +71,10 @@ class Options:
             raise PipelineError(
                 f"offload={self.offload!r}: the stages of a pipeline keep all values on their devices. Leave offload= "
                 'out; Pipeline(recompute="full") keeps less.'
+            )
+        if self.check not in ("never", "first"):
+            raise ArgumentError(
+                f'check={self.check!r}: write "first", which holds the first call against one device, or "never".'
             )
         saved = self.saved
         lines = [

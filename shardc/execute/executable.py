@@ -80,15 +80,24 @@ def gone_text(program: Program, args: Sequence[Any]) -> str:
     return f"\n  lost (donated): {', '.join(gone)}\n  all other arguments are unchanged." if gone else ""
 
 
+def drop(leaves: Sequence[Any], numbers: Iterable[int]) -> None:
+    """Delete the arrays with these numbers."""
+    for i in numbers:
+        if i < len(leaves) and isinstance(x := leaves[i], jax.Array) and not x.is_deleted():
+            x.delete()
+
+
 class Executable:
     """A compiled plan. A call takes the flat arguments that are arrays, and returns the flat results.
 
     Attributes:
       moves_arguments: False: arrays that live elsewhere than planned are refused.
+      unchecked: whether the next call is to be checked, because it is the first (`check="first"`).
       absent: whether it is compiled for a machine that is not there.
     """
 
     moves_arguments = False
+    unchecked = False
 
     def __init__(self, plan: PlacedProgram, mesh: AnyMesh, token: bool = False) -> None:
         """Compile a plan.
@@ -239,6 +248,16 @@ class Executable:
           GoneError: arguments were donated to an earlier call.
           StepFailedError: it failed after donated buffers were taken.
         """
+        args = self.entered(leaves)
+        self._drop_moved(leaves, args)
+        return self.launch(args)
+
+    def entered(self, leaves: Sequence[Any]) -> list[Any]:
+        """The physical arguments of a call.
+
+        Raises:
+          OtherCallError: the arguments have other types or placements than in the plan.
+        """
         plan = self.plan
         wrong = [
             f"{path}: planned at {p or 'B'}, but passed as {x.placement if is_placed(x) else x.sharding}; move it with "
@@ -248,9 +267,7 @@ class Executable:
         ]
         if wrong:
             raise OtherCallError(all_offenders(f"{plan.program.name}: not the call that was compiled:", wrong))
-        args = [self.enter(i, x) for i, x in enumerate(leaves)]
-        self._drop_moved(leaves, args)
-        return self.launch(args)
+        return [self.enter(i, x) for i, x in enumerate(leaves)]
 
     def _drop_moved(self, leaves: Sequence[Any], args: Sequence[Any]) -> None:
         """Delete donated arrays that were copied to another memory, so that they take no memory while the plan runs."""
@@ -292,6 +309,10 @@ class Executable:
         if self._all_plain:
             return found
         return [place.leave(x) for x, place in zip(found, self._outputs, strict=True)]
+
+    def drop_donated(self, leaves: Sequence[Any]) -> None:
+        """Delete the donated arguments of a call whose program ran on copies."""
+        drop(leaves, self._donated)
 
     @property
     def captured(self) -> list[Any]:

@@ -23,7 +23,9 @@ from shardc.compat import Var
 from shardc.errors import MeshError, PeerLostError, PipelineError, PipelineTaskError, ShardcError
 from shardc.execute.agreement import Agreement
 from shardc.execute.at_work import line_if_long
-from shardc.execute.executable import Executable, OtherCallError, gone_text, report_failure
+from shardc.execute.check.check import Checker
+from shardc.execute.check.report import CheckReport, merged
+from shardc.execute.executable import Executable, OtherCallError, drop, gone_text, report_failure
 from shardc.execute.network_run import NetworkRun
 from shardc.execute.process_group import group_of_run
 from shardc.execute.rank_processes import RankProcesses
@@ -72,17 +74,20 @@ class _StageState:
         self.places = places(stage.program.program.in_avals, mesh, stage.plan.inputs)
 
 
-class _TimedTasks:
-    """Runs tasks, and waits for each one in a measured call.
+class _WatchedTasks:
+    """Runs tasks, waits for each one in a measured call, and keeps what each takes first in a checked call.
 
     It is an object of its own so that no actor's thread keeps the pipeline alive.
     """
 
     def __init__(self) -> None:
         self.waited: dict[Any, tuple[float, float]] | None = None  # by label, the time on the devices
+        self.taken: dict[Executable, list[Any]] | None = None
 
     def run(self, label: Any, executable: Executable, given: list[Any]) -> list[Any]:
-        waited = self.waited
+        waited, taken = self.waited, self.taken
+        if taken is not None and executable not in taken:
+            taken[executable] = executable.with_copies(given)
         if waited is None:
             return executable.run(given)
         jax.block_until_ready(given)
@@ -97,10 +102,12 @@ class PipelineExecutable:
 
     Attributes:
       moves_arguments: True: its stages take an array from wherever it is.
+      unchecked: whether the next call is to be checked, because it is the first (`check="first"`).
       absent: whether it is compiled for a machine that is not there.
     """
 
     moves_arguments = True
+    unchecked = False
 
     def __init__(
         self, plan: MpmdPlan, meshes: Sequence[AnyMesh], known: Mapping[TaskId, Executable] | None = None
@@ -144,7 +151,7 @@ class PipelineExecutable:
         self._avals = [(tuple(a.shape), a.dtype) for a in plan.program.in_avals]
         self._captured = list(plan.program.captured)
         self._last: Recording | None = None
-        self._watch = _TimedTasks()
+        self._watch = _WatchedTasks()
         self._executor: Executor | None = None
         self._remote: NetworkRun | None = None
 
@@ -340,6 +347,39 @@ class PipelineExecutable:
             return self.launch(leaves)
         finally:
             self._watch.waited = None
+
+    def check(self, leaves: Sequence[Any]) -> tuple[CheckReport, list[Any]]:
+        """Run the plan, and hold the first run of each task against one device. Nothing is donated.
+
+        Raises:
+          PipelineError: its stages run in several processes.
+        """
+        name = self.plan.program.name
+        if self.places.are_several:
+            raise PipelineError(
+                f"{name}: its stages run in several processes, and a check reads the pieces of all devices in one; "
+                "check it in a run of one process."
+            )
+        own = [x.copy() if i in self._donated and isinstance(x, jax.Array) else x for i, x in enumerate(leaves)]
+        self._watch.taken = {}
+        try:
+            found = jax.block_until_ready(self.launch(own))
+            taken = self._watch.taken
+        finally:
+            self._watch.taken = None
+        reports: list[CheckReport] = []
+        while taken:  # what a task took is freed when it is checked
+            executable, given = taken.popitem()
+            reports.append(replace(Checker(executable).check(given)[0], where=executable.plan.program.name))
+        return merged(reports[::-1]), found
+
+    @cached_property
+    def _donated(self) -> list[int]:
+        return [i for i, b in enumerate(self.plan.in_borders) if b.known.donated]
+
+    def drop_donated(self, leaves: Sequence[Any]) -> None:
+        """Delete the donated arguments of a call that ran on copies."""
+        drop(leaves, self._donated)
 
     def launch(self, args: Sequence[Any]) -> list[Any]:
         """Run the plan on the arguments of the flat call."""

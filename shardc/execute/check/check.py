@@ -13,11 +13,11 @@ sums allows: the border is off if it differs by more than four times what these 
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, Final
 
 import jax
@@ -43,39 +43,13 @@ from shardc.execute.check.report import CheckReport, Deviation
 from shardc.execute.executable import Executable
 from shardc.execute.process_group import group_of_mesh
 from shardc.machine.mesh import without_mesh
+from shardc.passes.lower.lower import Lowering
 from shardc.passes.lower.lower_borders import ROUNDS, NoisyLowering, NoisyReplaying, Passage, Recording, Replaying
 from shardc.plan.names import Names, names_of
 
 _SAMPLES: Final = (1, 2)
 """The seeds of the rounding errors."""
 _VARIABLES: Final = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
-
-
-def check_call(executable: Executable, args: Sequence[Any]) -> tuple[CheckReport, list[Any]]:
-    """Checks a call of a compiled program.
-
-    Args:
-      executable: the program.
-      args: its physical arguments, captured ones included. None of them is donated.
-
-    Returns:
-      The report, and the physical results of the program itself.
-
-    Raises:
-      MeshError: the program runs in several processes.
-    """
-    if group_of_mesh(executable.mesh) is not None:
-        raise MeshError(
-            f"{executable.plan.program.name}: {executable.plan.mesh} has devices of several processes, and a check "
-            "reads the pieces of all devices in one; check the function on a mesh of one process."
-        )
-    placed = [put_whole(x, s) for x, s in zip(args, executable.in_shardings, strict=True)]
-    found = jax.block_until_ready(executable.run(executable.with_copies(placed)))
-    with ExitStack() as settings:
-        for context in (without_mesh(), jax.debug_nans(False), jax.debug_infs(False)):
-            settings.enter_context(context)
-        report = _Check(executable, placed).report(found)
-    return report, found
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,38 +62,98 @@ class _Unlike:
     bound: Any
 
 
-class _Check:
-    """The check of one call."""
+class Checker:
+    """The programs that a check of a compiled program runs; they are compiled at the first check.
 
-    def __init__(self, executable: Executable, args: Sequence[Any]) -> None:
-        self.executable, self.plan, self.args = executable, executable.plan, args
-        self.sizes = dict(self.plan.mesh.sizes)
-        self.devices = dict(zip(coordinates(self.sizes), executable.mesh.devices.flat, strict=True))
-        self.one = executable.mesh.devices.flat[0]
-        self.results = len(self.plan.outputs)
-        self.low = Recording(self.plan.boxed, self.plan.mesh)
-        made = self._on_mesh(self.low, lambda xs: [*self.low.tape, *xs])
-        self.kept = [self._pieces(x) for x in made]
-        self.passages = [self.low.passages[k] for k in sorted(self.low.passages)]
-        starts = np.cumsum([0, *(len(p.ports) + p.results for p in self.passages)])
-        self.starts = [int(n) for n in starts]
+    Raises:
+      MeshError: the program runs in several processes.
+    """
 
-    def _on_mesh(self, low: Any, made: Callable[[list[Any]], list[Any]]) -> list[Any]:
-        """The arrays that a lowering gives, with the pieces of all devices side by side in a new first dimension."""
+    def __init__(self, executable: Executable) -> None:
+        if group_of_mesh(executable.mesh) is not None:
+            raise MeshError(
+                f"{executable.plan.program.name}: {executable.plan.mesh} has devices of several processes, and a check "
+                "reads the pieces of all devices in one; check the function on a mesh of one process."
+            )
+        self.executable, self.plan = executable, executable.plan
+        self.recording = Recording(self.plan.boxed, self.plan.mesh)
+
+    def check(self, args: Sequence[Any]) -> tuple[CheckReport, list[Any]]:
+        """Checks a call.
+
+        Args:
+          args: physical arguments, captured ones included. None of them is donated.
+
+        Returns:
+          The report, and the physical results of the program itself.
+        """
+        executable = self.executable
+        placed = [put_whole(x, s) for x, s in zip(args, executable.in_shardings, strict=True)]
+        found = jax.block_until_ready(executable.run(executable.with_copies(placed)))
+        with without_mesh(), jax.debug_nans(False), jax.debug_infs(False):
+            return _Check(self, placed).report(found), found
+
+    @cached_property
+    def record(self) -> Callable[..., list[Any]]:
+        """The program with the arrays at its borders before its results."""
+        return self._on_mesh(self.recording)
+
+    @cached_property
+    def with_noise(self) -> list[Callable[..., list[Any]]]:
+        """The program with other rounding errors."""
+        return [self._on_mesh(NoisyLowering(self.plan.boxed, self.plan.mesh, seed)) for seed in _SAMPLES]
+
+    def _on_mesh(self, low: Lowering) -> Callable[..., list[Any]]:
+        """A program that gives the pieces of all devices side by side, in a new first dimension."""
         executable = self.executable
 
         def local(pieces: Sequence[Any]) -> list[Any]:
             if isinstance(low, Recording):
                 low.begin()
-            results = executable.local(low, pieces)
             results = [
                 jax.device_put(x, jax.memory.Space.Device) if k in self.plan.host_outputs else x
-                for k, x in enumerate(results)
+                for k, x in enumerate(executable.local(low, pieces))
             ]
-            return [x[None] for x in made(list(map(words, results)))]
+            return [x[None] for x in (*(low.tape if isinstance(low, Recording) else ()), *map(words, results))]
 
         program = executable.sharded(local, PartitionSpec(tuple(executable.mesh.axis_names)))
-        return jax.jit(program, in_shardings=tuple(executable.in_shardings))(*self.args)
+        return jax.jit(program, in_shardings=tuple(executable.in_shardings))
+
+    @cached_property
+    def replay(self) -> Callable[..., list[Any]]:
+        """The pieces of one device, from its arguments and what it has after each border."""
+        return self._on_one_device(None)
+
+    @cached_property
+    def replays_with_noise(self) -> list[Callable[..., list[Any]]]:
+        return list(map(self._on_one_device, _SAMPLES))
+
+    def _on_one_device(self, seed: int | None) -> Callable[..., list[Any]]:
+        boxed, mesh = self.plan.boxed, self.plan.mesh
+
+        def run(at: Mapping[str, Any], pieces: Sequence[Any], given: Sequence[Sequence[Any]]) -> list[Any]:
+            low = Replaying(boxed, mesh, at, given) if seed is None else NoisyReplaying(boxed, mesh, at, given, seed)
+            low.begin()
+            results = self.executable.local(low, pieces)
+            return [*low.tape, *map(words, results)]
+
+        return jax.jit(run)
+
+
+class _Check:
+    """The check of one call."""
+
+    def __init__(self, programs: Checker, args: Sequence[Any]) -> None:
+        self.programs, self.plan, self.args = programs, programs.plan, args
+        mesh = programs.executable.mesh
+        self.sizes = dict(self.plan.mesh.sizes)
+        self.devices = dict(zip(coordinates(self.sizes), mesh.devices.flat, strict=True))
+        self.one = mesh.devices.flat[0]
+        self.results = len(self.plan.outputs)
+        self.kept = list(map(self._pieces, programs.record(*args)))
+        met = programs.recording.passages
+        self.passages = [met[k] for k in sorted(met)]
+        self.starts = list(itertools.accumulate((len(p.ports) + p.results for p in self.passages), initial=0))
 
     def _pieces(self, x: Any) -> dict[Coordinates, Any]:
         """The piece of each device, of an array with these side by side."""
@@ -185,18 +219,6 @@ class _Check:
 
     # -- what the devices compute
 
-    def _replayed(self, seed: int | None) -> Callable[..., Any]:
-        """The compiled pieces of a device, a program of one device."""
-
-        def run(at: Mapping[str, Any], pieces: Sequence[Any], given: Sequence[Sequence[Any]]) -> Any:
-            boxed, mesh = self.plan.boxed, self.plan.mesh
-            low = Replaying(boxed, mesh, at, given) if seed is None else NoisyReplaying(boxed, mesh, at, given, seed)
-            low.begin()
-            results = self.executable.local(low, pieces)
-            return low.tape, list(map(words, results))
-
-        return jax.jit(run)
-
     def _pieces_of_one_device(self) -> list[tuple[tuple[int, int], Deviation]]:
         """What devices computed wrong between borders."""
         arrays: list[tuple[int, Any, int]] = [
@@ -205,11 +227,10 @@ class _Check:
         last = len(self.passages)
         first = self.starts[-1]
         arrays += [(last, None, first + k) for k in range(self.results)]
-        replay = self._replayed(None)
         found: dict[int, list[_Unlike]] = {}
         for at, device in self.devices.items():
             given = self._given(at, device)
-            made = [np.asarray(x) for x in _flat(replay(*given))]
+            made = [np.asarray(x) for x in self.programs.replay(*given)]
             moved: list[list[Array]] | None = None
             for n, (k, port, i) in enumerate(arrays):
                 if k < last and self.passages[k].kind == "while" and self._count(k) > ROUNDS:
@@ -220,7 +241,7 @@ class _Check:
                 wrong, error = unlike(got, want, bound := rounding(got, want))
                 if wrong.any():
                     if moved is None:
-                        moved = [[np.asarray(x) for x in _flat(self._noisy[s](*given))] for s in _SAMPLES]
+                        moved = [list(map(np.asarray, run(*given))) for run in self.programs.replays_with_noise]
                     bound = bound + spread(want, [m[n][where] for m in moved])
                     wrong, error = unlike(got, want, bound)
                 if wrong.any():
@@ -233,10 +254,6 @@ class _Check:
             else:
                 off += [((k, 0), d) for d in self._deviations(self.passages[k], each, after=False)]
         return off
-
-    @cached_property
-    def _noisy(self) -> dict[int, Callable[..., Any]]:
-        return {s: self._replayed(s) for s in _SAMPLES}
 
     def _given(self, at: Coordinates, device: Any) -> tuple[Any, ...]:
         """What the pieces of a device take: its coordinates, its arguments, and the arrays after each border."""
@@ -260,10 +277,7 @@ class _Check:
                 got, want = np.asarray(shards[device]), np.asarray(self.kept[first + k][at])
                 wrong, error = unlike(got, want, bound := rounding(got, want))
                 if wrong.any():
-                    moved = moved or [
-                        [self._pieces(x) for x in self._on_mesh(NoisyLowering(self.plan.boxed, self.plan.mesh, s), list)]
-                        for s in _SAMPLES
-                    ]
+                    moved = moved or [list(map(self._pieces, run(*self.args))) for run in self.programs.with_noise]
                     bound = bound + spread(want, [np.asarray(m[k][at]) for m in moved])
                     wrong, error = unlike(got, want, bound)
                 if wrong.any():
@@ -309,10 +323,3 @@ class _Check:
             float(error[i]), float(worst.bound[i]),
         )  # fmt: skip
 
-
-def _flat(made: Any) -> list[Any]:
-    tape, results = made
-    return [*tape, *results]
-
-
-_ = partial

@@ -1,0 +1,127 @@
+"""A compiled program held against one device: nothing is found where nothing is wrong, and a fault is named where it
+is."""
+
+import itertools
+import random
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec
+
+import shardc
+from shardc import B, P, S
+from shardc.passes.lower import lower
+from shardc.passes.lower.lower_boxing import MeshWire
+
+R = np.random.default_rng(0)
+
+
+def normal(*shape, dtype="f"):
+    return R.normal(size=shape).astype(dtype)
+
+
+def sgd(w, x):
+    def loss(w):
+        return jnp.mean((jnp.tanh(x @ w["a"]) @ w["b"]) ** 2)
+
+    value, g = jax.value_and_grad(loss)(w)
+    return jax.tree.map(lambda a, b: (a - 0.1 * b).astype(a.dtype), w, g), value
+
+
+W = {"a": normal(12, 20), "b": normal(20, 6)}
+TENSOR = {"x": {"data": S(0)}, "w": {"a": {"model": S(1)}, "b": {"model": S(0)}}}
+FSDP = {"x": {"data": S(0)}, "w": {"a": {"data": S(0)}, "b": {"data": S(0)}}}
+
+
+def layers(w, x):
+    def layer(h, w):
+        return jnp.tanh(h @ w) + h, (h**2).sum()
+
+    y, sizes = lax.scan(layer, x, w)
+    return y.sum(0), sizes
+
+
+def backwards(w, x):
+    return lax.scan(lambda h, w: (jnp.tanh(h @ w), h.max()), x, w, reverse=True)
+
+
+def power(a, x):
+    def more(state):
+        i, x, _ = state
+        return (i < 5) & (jnp.abs(x).max() > 1e-6)
+
+    def step(state):
+        i, x, _ = state
+        y = a @ x
+        size = jnp.sqrt((y**2).sum())
+        return i + 1, y / size, size
+
+    return lax.while_loop(more, step, (0, x, jnp.float32(0)))
+
+
+def branches(flag, x):
+    return lax.cond(flag, lambda x: (x @ x.T).sum(0), lambda x: jnp.cumsum(x, 0).sum(1), x).astype("f")
+
+
+def moved(x):
+    y = shardc.constrain(jnp.exp(x), {"data": S(1), "model": S(0)})
+    return shardc.constrain(jnp.sort(y, 0), {"model": S(1), "data": S(0)}), jnp.argmax(x), (x > 0).sum()
+
+
+def drawn(key, x):
+    a, b = jax.random.split(key)
+    keys = jax.random.split(a, 8)
+    noise = jax.vmap(lambda k: jax.random.normal(k, (5,)))(keys)
+    return x + jax.random.normal(b, x.shape), noise.sum(0), keys
+
+
+def convolved(x, k):
+    return lax.conv_general_dilated(x, k, (1, 1), "SAME"), jnp.cumsum(x, 2), lax.top_k(x[0, 0, :, 0], 3)
+
+
+def special(x):
+    y = jnp.log(x)  # NaN and infinity
+    return y.sum(0), y.max(), jnp.where(x > 0, y, 0).sum()
+
+
+UNEVEN = normal(13, 7)
+CASES = {
+    "tensor": (sgd, (W, normal(16, 12)), TENSOR),
+    "fsdp": (sgd, (W, normal(16, 12)), FSDP),
+    "bfloat16": (sgd, (jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), W), jnp.asarray(normal(16, 12), jnp.bfloat16)), TENSOR),
+    "uneven": (lambda x: (jnp.tanh(x @ x.T) @ x, x.sum(0), x.min()), (UNEVEN,), {"x": {"data": S(0), "model": S(1)}}),
+    "scan": (layers, (normal(3, 12, 12), normal(8, 12)), {"w": {"model": S(2)}, "x": {"data": S(0)}}),
+    "reverse": (backwards, (normal(3, 12, 12), normal(8, 12)), {"w": {"model": S(1)}, "x": {"data": S(0)}}),
+    "while": (power, (normal(16, 16), normal(16)), {"a": {"data": S(0), "model": S(1)}}),
+    "cond": (branches, (True, normal(8, 8)), {"x": {"data": S(0), "model": S(1)}}),
+    "other branch": (branches, (False, normal(8, 8)), {"x": {"data": S(0), "model": S(1)}}),
+    "moved": (moved, (normal(16, 12),), {"x": {"data": S(0)}}),
+    "keys": (drawn, (jax.random.key(3), normal(8, 5)), {"x": {"data": S(0)}}),
+    "windows": (convolved, (normal(2, 1, 16, 4), normal(3, 1, 3, 3)), {"x": {"data": S(2)}}),
+    "not finite": (special, (normal(16, 6),), {"x": {"data": S(0), "model": S(1)}}),
+    "integers": (lambda x: (x.sum(0), x.max(1), x @ x.T), (R.integers(-9, 9, (16, 12)),), {"x": {"data": S(0), "model": S(1)}}),
+}  # fmt: skip
+
+
+@pytest.fixture
+def mesh():
+    return shardc.make_mesh(data=4, model=2)
+
+
+def function(case, mesh, **options):
+    fn, args, pins = CASES[case]
+    return shardc.function(fn, mesh=mesh, in_placements=pins, **options), args
+
+
+@pytest.mark.parametrize("axes", [{"data": 4, "model": 2}, {"data": 3, "model": 2}], ids=str)
+@pytest.mark.parametrize("case", list(CASES))
+def test_nothing_is_found_where_nothing_is_wrong(case, axes):
+    f, args = function(case, shardc.make_mesh(**axes))
+    compiled = f.compile(*args)
+    report = compiled.check(*args)
+    assert report.ok and report.first is None, str(report)
+    assert report.borders and str(report).startswith("check: as on one device (")
+    assert {c.kind for c in compiled.plan.collectives if c.bytes}
