@@ -1,20 +1,20 @@
 """A compiled program held against one device: nothing is found where nothing is wrong, and a fault is named where it
 is."""
 
-import itertools
 import random
+from functools import cache
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import PartitionSpec
 
 import shardc
-from shardc import B, P, S
+from shardc import S, compat
+from shardc.execute.check.check import Checker
+from shardc.execute.executable import Executable
 from shardc.passes.lower import lower
-from shardc.passes.lower.lower_boxing import MeshWire
 
 R = np.random.default_rng(0)
 
@@ -42,6 +42,10 @@ def layers(w, x):
 
     y, sizes = lax.scan(layer, x, w)
     return y.sum(0), sizes
+
+
+def rounds(a, x):
+    return lax.while_loop(lambda s: s[0] < 5, lambda s: (s[0] + 1, jnp.tanh(a @ s[1])), (0, x))
 
 
 def backwards(w, x):
@@ -96,6 +100,7 @@ CASES = {
     "scan": (layers, (normal(3, 12, 12), normal(8, 12)), {"w": {"model": S(2)}, "x": {"data": S(0)}}),
     "reverse": (backwards, (normal(3, 12, 12), normal(8, 12)), {"w": {"model": S(1)}, "x": {"data": S(0)}}),
     "while": (power, (normal(16, 16), normal(16)), {"a": {"data": S(0), "model": S(1)}}),
+    "rounds": (rounds, (normal(16, 16), normal(16)), {"a": {"data": S(0), "model": S(1)}}),
     "cond": (branches, (True, normal(8, 8)), {"x": {"data": S(0), "model": S(1)}}),
     "other branch": (branches, (False, normal(8, 8)), {"x": {"data": S(0), "model": S(1)}}),
     "moved": (moved, (normal(16, 12),), {"x": {"data": S(0)}}),
@@ -123,5 +128,84 @@ def test_nothing_is_found_where_nothing_is_wrong(case, axes):
     compiled = f.compile(*args)
     report = compiled.check(*args)
     assert report.ok and report.first is None, str(report)
-    assert report.borders and str(report).startswith("check: as on one device (")
-    assert {c.kind for c in compiled.plan.collectives if c.bytes}
+    assert str(report).startswith(f"check: as on one device ({report.borders} border")
+    assert bool(report.borders) == bool(compiled.plan.collectives)
+
+
+class Fault:
+    """A collective that is compiled wrongly on one device: a flipped bit, a NaN, or a transfer that never comes."""
+
+    KINDS = "flip", "drop", "nan"
+
+    def __init__(self, monkeypatch):
+        self.steps = {}
+        self.target = None
+        self.kind, self.device = "flip", 0
+        right = lower.Lowering.step
+
+        def step(low, eqn, step, x, shape):
+            y = right(low, eqn, step, x, shape)
+            if step.is_collective and 0 not in shape:
+                self.steps[eqn, step] = shape
+                if (eqn, step) == self.target:
+                    y = self.wrong(low, x, y)
+            return y
+
+        monkeypatch.setattr(lower.Lowering, "step", step)
+
+    def wrong(self, low, x, y):
+        me = 0
+        for axis, n in low.sizes.items():
+            me = me * n + low.index(axis)
+        first = (0,) * y.ndim
+        if self.kind == "drop":
+            bad = jnp.zeros_like(y)
+        elif self.kind == "nan" and jnp.issubdtype(y.dtype, jnp.inexact):
+            bad = y.at[first].set(jnp.nan)
+        else:
+            word = np.dtype(f"u{y.dtype.itemsize}")
+            bits = y.astype(np.uint8) if y.dtype == bool else lax.bitcast_convert_type(y, word)
+            bit = bits.dtype.type(1 << (8 * y.dtype.itemsize - 2) if y.dtype != bool else 1)
+            bits = bits.at[first].set(bits[first] ^ bit)
+            bad = bits.astype(bool) if y.dtype == bool else lax.bitcast_convert_type(bits, y.dtype)
+        return jnp.where(me == self.device, bad, y)
+
+
+FAULTY = ["tensor", "fsdp", "bfloat16", "scan", "reverse", "rounds", "moved", "integers"]
+MESHES = [{"data": 4, "model": 2}, {"data": 2, "model": 2}, {"data": 2, "model": 4}]
+
+
+@cache
+def right(case, number):
+    """A plan, the arguments, its collectives, and its pieces for one device, in which no fault is."""
+    f, args = function(case, shardc.make_mesh(**MESHES[number]))
+    plan = f.plan(*args)
+    met = []
+    with pytest.MonkeyPatch.context() as patch:
+        fault = Fault(patch)
+        checker = Checker(Executable(plan, f.mesh))
+        _ = checker.executable.lowered
+        met = list(fault.steps)
+    return plan, jax.tree.leaves(args), met, checker.replay
+
+
+@pytest.mark.usefixtures("compiled_fast")
+@pytest.mark.sampled(10)
+@pytest.mark.parametrize("seed", list(range(100)))
+def test_a_fault_is_found_and_named(seed, monkeypatch):
+    draw = random.Random(seed)
+    case, kind = FAULTY[seed % len(FAULTY)], Fault.KINDS[seed % 3]
+    plan, leaves, met, replay = right(case, number := seed // len(FAULTY) % len(MESHES))
+    fault = Fault(monkeypatch)
+    fault.target = eqn, step = draw.choice(met)
+    mesh = shardc.make_mesh(**MESHES[number])
+    fault.kind, fault.device = kind, draw.randrange(mesh.size)
+    checker = Checker(Executable(plan, mesh))
+    vars(checker)["replay"] = replay
+    executable = checker.executable
+    report, _ = checker.check([*executable.entered(leaves), *executable.captured])
+    first = report.first
+    assert first is not None, (case, kind, step)
+    assert first.after and first.kind == step.kind and (first.src, first.dst) == (str(step.src), str(step.dst))
+    assert first.source == compat.source_line(eqn) and first.devices == (fault.device,)
+    assert str(first) in str(report)
