@@ -229,7 +229,8 @@ class Function:
             return self._inside(call)
         call.refuse_shapes(self._arguments.where)
         executable = self._executable(self._plan(call))
-        self._cached_calls.add(tree, leaves, call, executable, explicit_mesh(call, self._as_given) is not None)
+        if not executable.unchecked:
+            self._cached_calls.add(tree, leaves, call, executable, explicit_mesh(call, self._as_given) is not None)
         return run(executable, call)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
@@ -241,6 +242,11 @@ class Function:
         """A call in the round of a flow that is traced, which runs every so many rounds."""
         from shardc.dataflow.call import call_in_round
 
+        if self._options.check == "first":
+            raise ArgumentError(
+                f"{self._arguments.where}: check=\"first\" is for calls, and this is a node of a flow; leave it out, and "
+                "check the function alone: function.compile(...).check(...)."
+            )
         with self._arguments.opened(args, kwargs) as opened:
             refuse_lost_modules(self._arguments.where, opened.held)
             return opened.close(call_in_round(self, opened.args, opened.kwargs, every))

@@ -212,7 +212,8 @@ class _Bordered(Lowering):
             i, state, _, kept = carry
             (state, again), tape = once(i, state)
             at = jnp.minimum(i, ROUNDS - 1)
-            rows = [jnp.where(i < ROUNDS, x, lax.dynamic_index_in_dim(k, at, keepdims=False)) for x, k in zip(tape, kept, strict=True)]
+            old = [lax.dynamic_index_in_dim(k, at, keepdims=False) for k in kept]
+            rows = [jnp.where(i < ROUNDS, x, o) for x, o in zip(tape, old, strict=True)]
             kept = [lax.dynamic_update_index_in_dim(k, row, at, 0) for row, k in zip(rows, kept, strict=True)]
             return i + 1, state, again, kept
 
