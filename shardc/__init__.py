@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from shardc.checkpoint.checkpoints import checkpoints
     from shardc.errors import (
         ArgumentError,
+        CheckError,
         CheckpointError,
         ClusterError,
         DisagreementError,
@@ -64,6 +65,7 @@ __all__ = [
     "AUTO",
     "ArgumentError",
     "B",
+    "CheckError",
     "CheckpointError",
     "ClusterError",
     "DisagreementError",
@@ -142,6 +144,7 @@ _MODULES = {
     "AUTO": "shardc.sbp.placement",
     "ArgumentError": "shardc.errors",
     "B": "shardc.sbp.placement",
+    "CheckError": "shardc.errors",
     "CheckpointError": "shardc.errors",
     "ClusterError": "shardc.errors",
     "DisagreementError": "shardc.errors",

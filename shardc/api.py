@@ -244,7 +244,7 @@ class Function:
 
         if self._options.check == "first":
             raise ArgumentError(
-                f"{self._arguments.where}: check=\"first\" is for calls, and this is a node of a flow; leave it out, and "
+                f'{self._arguments.where}: check="first" is for calls, and this is a node of a flow; leave it out, and '
                 "check the function alone: function.compile(...).check(...)."
             )
         with self._arguments.opened(args, kwargs) as opened:

@@ -191,7 +191,9 @@ def run(executable: Executable | PipelineExecutable, call: Call) -> Any:
     """
     refuse_absent(executable)
     arrays = [x for x in call.leaves if is_array(x)]
-    out = in_turn(executable, arrays, lambda: _checked(executable, arrays) if executable.unchecked else executable(arrays))
+    out = in_turn(
+        executable, arrays, lambda: _checked(executable, arrays) if executable.unchecked else executable(arrays)
+    )
     return jax.tree.unflatten(executable.plan.program.out_tree, out)
 
 
@@ -208,7 +210,9 @@ def _checked(executable: Executable | PipelineExecutable, arrays: Sequence[Any])
         report, found = executable.check(arrays)
     if not report.ok:
         plan = executable.plan
-        raise CheckError(f"{plan.program.name} on {plan.mesh}: the numbers of its first call are wrong.\n{report}", report)
+        raise CheckError(
+            f"{plan.program.name} on {plan.mesh}: the numbers of its first call are wrong.\n{report}", report
+        )
     executable.unchecked = False
     executable.drop_donated(arrays)
     return found

@@ -322,4 +322,3 @@ class _Check:
             sum(int(u.wrong.sum()) for u in bad), sum(u.wrong.size for u in bad),
             float(error[i]), float(worst.bound[i]),
         )  # fmt: skip
-

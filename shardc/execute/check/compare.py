@@ -61,7 +61,7 @@ def _of_operation(p: Passage, before: Pieces, sizes: AxisSizes) -> dict[Coordina
     order = sorted(before, key=lambda at: tuple(at[names.index(a)] for a in p.axes))
     if p.kind == "all_gather":
         whole = np.stack([before[at] for at in order], p.loops)
-        return {at: ((), whole, 0.0) for at in order}
+        return dict.fromkeys(order, ((), whole, 0.0))
     sources = {target: source for source, target in p.pairs}
     return {
         at: ((), before[order[sources[k]]] if k in sources else np.zeros_like(before[at]), 0.0)
@@ -128,8 +128,8 @@ def unlike(got: Array, want: Array, bound: Any) -> tuple[Array, Array]:
     """The elements that differ by more than the bound, and by how much all do."""
     if not jnp.issubdtype(got.dtype, np.inexact):
         a, b = (x.astype(np.int64) if x.dtype.kind == "V" else x for x in (got, want))
-        wrong = a != b
-        return wrong, wrong.astype(float)
+        differ = a != b
+        return differ & ~np.isinf(bound), differ.astype(float)
     wide = _wide(got.dtype)
     with np.errstate(all="ignore"):
         a, b = got.astype(wide), want.astype(wide)

@@ -102,7 +102,7 @@ class CheckReport:
         rest = [f"  not compared: {text}" for text in self.open]
         if self.first is None:
             return "\n".join([f"{name}: as on one device ({compared})", *rest])
-        lines = [f"{name}: {len(self.off)} of {compared} differ from one device; the first:", f"  {self.first}"]
+        lines = [f"{name}: {len(self.off)} of {compared} are not as on one device; the first:", f"  {self.first}"]
         if self.unlike_alone:
             lines.append(
                 "  no border is off in the program that also returns the values at its borders: the compiler fuses or "

@@ -403,6 +403,4 @@ class _BorderedWire:
         eqn = self.low.eqn
         if not jnp.size(x) or eqn is None:
             return run()
-        return self.low.cross(
-            lambda loops: Passage(kind, eqn, axes, loops=loops, pairs=pairs), [x], lambda: [run()]
-        )[0]
+        return self.low.cross(lambda loops: Passage(kind, eqn, axes, loops=loops, pairs=pairs), [x], lambda: [run()])[0]
