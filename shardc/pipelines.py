@@ -84,7 +84,7 @@ class CompiledPipeline(CompiledCall[PipelineExecutable, "PipelinePlan"], Drawn):
 
     @compat.api_boundary
     def check(self, *args: Any, **kwargs: Any) -> CheckReport:
-        """Runs a call, and holds the first run of each task against one device, as `Compiled.check`. Nothing is donated.
+        """Runs a call, and holds the first run of each task against one device, as `Compiled.check`.
 
         Raises:
           MeshError: the plan is compiled for a machine that is not there.

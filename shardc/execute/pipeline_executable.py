@@ -87,7 +87,7 @@ class _WatchedTasks:
     def run(self, label: Any, executable: Executable, given: list[Any]) -> list[Any]:
         waited, taken = self.waited, self.taken
         if taken is not None and executable not in taken:
-            taken[executable] = executable.with_copies(given)
+            taken[executable] = [x.copy() for x in given]  # a later task may take the buffer
         if waited is None:
             return executable.run(given)
         jax.block_until_ready(given)

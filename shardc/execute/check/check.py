@@ -44,7 +44,14 @@ from shardc.execute.executable import Executable
 from shardc.execute.process_group import group_of_mesh
 from shardc.machine.mesh import without_mesh
 from shardc.passes.lower.lower import Lowering
-from shardc.passes.lower.lower_borders import ROUNDS, NoisyLowering, NoisyReplaying, Passage, Recording, Replaying
+from shardc.passes.lower.lower_borders import (
+    ROUNDS,
+    NoisyLowering,
+    NoisyReplaying,
+    Passage,
+    RecordingLowering,
+    ReplayingLowering,
+)
 from shardc.plan.names import Names, names_of
 
 _SAMPLES: Final = (1, 2)
@@ -76,7 +83,7 @@ class Checker:
                 "reads the pieces of all devices in one; check the function on a mesh of one process."
             )
         self.executable, self.plan = executable, executable.plan
-        self.recording = Recording(self.plan.boxed, self.plan.mesh)
+        self.recording = RecordingLowering(self.plan.boxed, self.plan.mesh)
 
     def check(self, args: Sequence[Any]) -> tuple[CheckReport, list[Any]]:
         """Checks a call.
@@ -108,13 +115,13 @@ class Checker:
         executable = self.executable
 
         def local(pieces: Sequence[Any]) -> list[Any]:
-            if isinstance(low, Recording):
+            if isinstance(low, RecordingLowering):
                 low.begin()
             results = [
                 jax.device_put(x, jax.memory.Space.Device) if k in self.plan.host_outputs else x
                 for k, x in enumerate(executable.local(low, pieces))
             ]
-            return [x[None] for x in (*(low.tape if isinstance(low, Recording) else ()), *map(words, results))]
+            return [x[None] for x in (*(low.tape if isinstance(low, RecordingLowering) else ()), *map(words, results))]
 
         program = executable.sharded(local, PartitionSpec(tuple(executable.mesh.axis_names)))
         return jax.jit(program, in_shardings=tuple(executable.in_shardings))
@@ -132,7 +139,11 @@ class Checker:
         boxed, mesh = self.plan.boxed, self.plan.mesh
 
         def run(at: Mapping[str, Any], pieces: Sequence[Any], given: Sequence[Sequence[Any]]) -> list[Any]:
-            low = Replaying(boxed, mesh, at, given) if seed is None else NoisyReplaying(boxed, mesh, at, given, seed)
+            low = (
+                ReplayingLowering(boxed, mesh, at, given)
+                if seed is None
+                else NoisyReplaying(boxed, mesh, at, given, seed)
+            )
             low.begin()
             results = self.executable.local(low, pieces)
             return [*low.tape, *map(words, results)]
@@ -236,7 +247,7 @@ class _Check:
                 if k < last and self.passages[k].kind == "while" and self._count(k) > ROUNDS:
                     continue
                 loops = self.passages[k].loops if k < last else 0
-                where = valid(*port, self.sizes, at, loops)[1] if port is not None else ()
+                where = () if port is None else valid(port[0], port[1], self.sizes, at, loops)[1]
                 got, want = np.asarray(self.kept[i][at])[where], made[n][where]
                 wrong, error = unlike(got, want, bound := rounding(got, want))
                 if wrong.any():
@@ -293,8 +304,10 @@ class _Check:
         return names_of(self.plan.boxed, self.plan.program)
 
     def _result(self, k: int, found: Sequence[_Unlike]) -> Deviation:
-        placement = str(self.plan.outputs[k])
-        return self._deviation(f"result {self.plan.program.out_paths[k]}", "", "result", found, (), placement=placement)
+        path, placement = self.plan.program.out_paths[k], str(self.plan.outputs[k])
+        return Deviation(
+            f"result {path}", "", "result", False, (), "", placement, (), *self._figures(found)
+        )  # fmt: skip
 
     def _deviations(self, p: Passage, found: Sequence[_Unlike], after: bool) -> list[Deviation]:
         """The first round of the loops around that is off, on the devices where it is."""
@@ -306,19 +319,13 @@ class _Check:
         name = self._names.operations[p.eqn].original
         what = str(name) if p.step is not None else f"the pieces of {name}"
         src, dst = ("", "") if p.step is None else (str(p.step.src), str(p.step.dst))
-        return [self._deviation(what, name.line, p.kind, here, rounds, after, p.axes, src, dst)]
+        return [Deviation(what, name.line, p.kind, after, p.axes, src, dst, rounds, *self._figures(here))]
 
-    def _deviation(
-        self, value: str, source: str, kind: str, found: Sequence[_Unlike], rounds: tuple[int, ...],
-        after: bool = False, axes: tuple[str, ...] = (), src: str = "", dst: str = "", placement: str = "",
-    ) -> Deviation:  # fmt: skip
+    def _figures(self, found: Sequence[_Unlike]) -> tuple[tuple[int, ...], int, int, float, float]:
+        """The devices where elements are off, how many are, of how many, and error and bound of the worst."""
         bad = [u for u in found if u.wrong.any()]
         worst = max(bad, key=lambda u: np.max(u.error, where=u.wrong, initial=0.0))
         error = np.where(worst.wrong, worst.error, -1.0)
         i = np.unravel_index(int(np.argmax(error)), error.shape)
-        return Deviation(
-            value, source, kind, after, axes, src, dst or placement, rounds,
-            tuple(self.devices[u.at].id for u in bad),
-            sum(int(u.wrong.sum()) for u in bad), sum(u.wrong.size for u in bad),
-            float(error[i]), float(worst.bound[i]),
-        )  # fmt: skip
+        count, of = sum(int(u.wrong.sum()) for u in bad), sum(u.wrong.size for u in bad)
+        return tuple(self.devices[u.at].id for u in bad), count, of, float(error[i]), float(worst.bound[i])

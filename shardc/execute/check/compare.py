@@ -1,8 +1,9 @@
 """Pieces of arrays before and after a border, compared on the host.
 
 After a collective each device has elements of others, or sums of them. Elements are equal to the bit but for the sign
-of zero; a NaN equals a NaN. A sum of n terms t is within gamma sum |t| of any other order's, where gamma = n u / (1 - n u)
-and u is the unit roundoff of its type (Higham 2002, "Accuracy and Stability of Numerical Algorithms", section 4.2).
+of zero; a NaN equals a NaN. A sum of n terms t, added up in any order, is within gamma sum |t| of the exact one, where
+gamma = n u / (1 - n u) and u is the unit roundoff of its type (Higham 2002, "Accuracy and Stability of Numerical
+Algorithms", section 4.2).
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def expected(passage: Passage, before: Pieces, sizes: AxisSizes) -> dict[Coordin
 
 
 def _of_operation(p: Passage, before: Pieces, sizes: AxisSizes) -> dict[Coordinates, tuple[Any, Array, Any]]:
-    """Inside an operation: the arrays of all devices of a group stacked, or each that of the device it is paired with."""
+    """Inside an operation: the arrays of a group stacked, or that of the device that is paired with each."""
     names = list(sizes)
     order = sorted(before, key=lambda at: tuple(at[names.index(a)] for a in p.axes))
     if p.kind == "all_gather":

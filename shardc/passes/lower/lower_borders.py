@@ -4,8 +4,8 @@ others.
 A border is a place where a device gets what others have: a collective of a boxing or inside an operation, a user's
 shard_map, a callback, the end of a `while` with such places inside.
 
-    x ──► all_gather ──► y      Recording: on the mesh; the pieces x and y become results
-    x      y ──►                Replaying: on one device, for the coordinates of any; x becomes a result, y is given
+    x ──► all_gather ──► y      RecordingLowering: on the mesh; the pieces x and y become results
+    x      y ──►                ReplayingLowering: on one device, for the coordinates of any; x becomes a result, y is given
 
 So each piece of the program is computed from what the piece before it was seen to hand over.
 """
@@ -236,7 +236,7 @@ class _Bordered(Lowering):
         raise NotImplementedError
 
 
-class Recording(_Bordered):
+class RecordingLowering(_Bordered):
     """Runs on the mesh. The tape has the arrays before and after each border."""
 
     def _cross(self, k: int, xs: Sequence[Any], run: Callable[[], Sequence[Any]]) -> list[Any]:
@@ -248,7 +248,7 @@ class Recording(_Bordered):
         return None
 
 
-class Replaying(_Bordered):
+class ReplayingLowering(_Bordered):
     """Runs on one device, in place of the device at `coordinates`. The tape has the arrays before each border.
 
     Args:
@@ -333,7 +333,7 @@ class NoisyLowering(_Noise, Lowering):
         self.seed = seed
 
 
-class NoisyReplaying(_Noise, Replaying):
+class NoisyReplaying(_Noise, ReplayingLowering):
     """Runs on one device, with rounding errors of its own."""
 
     def __init__(

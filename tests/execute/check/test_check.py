@@ -16,7 +16,7 @@ from shardc import S, compat
 from shardc.execute.check.check import Checker
 from shardc.execute.executable import Executable
 from shardc.passes.lower import lower
-from shardc.passes.lower.lower_borders import Replaying
+from shardc.passes.lower.lower_borders import ReplayingLowering
 from shardc.passes.lower.lower_boxing import MeshWire
 
 R = np.random.default_rng(0)
@@ -221,7 +221,7 @@ def test_what_is_computed_wrong_is_named_before_its_border(mesh, monkeypatch):
 
     def operation(low, eqn, operands):
         made = right(low, eqn, operands)
-        if eqn.primitive.name == "tanh" and not isinstance(low, Replaying):
+        if eqn.primitive.name == "tanh" and not isinstance(low, ReplayingLowering):
             return [jnp.where(lax.axis_index("data") == 1, x.at[0, 0].add(0.5), x) for x in made]
         return made
 
@@ -286,7 +286,7 @@ def test_a_first_call_with_a_fault_is_an_error_and_takes_nothing(mesh, monkeypat
     for _ in range(2):  # it is not taken for checked
         with pytest.raises(shardc.errors.CheckError) as info:
             f(w, x)
-    assert "sgd on data=4, model=2: the numbers of its first call are wrong.\ncheck: " in str(info.value)
+    assert "sgd on data=4, model=2 on cpu: the numbers of its first call are wrong.\ncheck: " in str(info.value)
     assert info.value.report.first.after and not w["a"].is_deleted()
 
 
