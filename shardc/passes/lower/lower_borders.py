@@ -4,8 +4,8 @@ others.
 A border is a place where a device gets what others have: a collective of a boxing or inside an operation, a user's
 shard_map, a callback, the end of a `while` with such places inside.
 
-    x ──► all_gather ──► y      RecordingLowering: on the mesh; the pieces x and y become results
-    x      y ──►                ReplayingLowering: on one device, for the coordinates of any; x becomes a result, y is given
+    x ──► all_gather ──► y      recorded: on the mesh; the pieces x and y become results
+    x      y ──►                replayed: on one device, in place of any other; x becomes a result, y is given
 
 So each piece of the program is computed from what the piece before it was seen to hand over.
 """
