@@ -148,7 +148,7 @@ class Compiled(CompiledCall[Executable, Plan]):
 
         Takes the program's own results; then the same program with the values before and after each of its collectives
         as further results; then, on one device, the pieces of each device in turn, each from what the pieces before it
-        handed over. So the border that is off first is where the fault begins. Callbacks run three times.
+        handed over. So the border that is off first is where the fault begins. Callbacks run twice.
 
         Signatures that were found for operations without a rule are compared with the whole operation besides, on one
         device.
