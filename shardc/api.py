@@ -467,7 +467,7 @@ class Function:
         if not call.types and (mesh := explicit_mesh_of(all_eqns(program.jaxpr), self._view.axes)) is not None:
             call = replace(call, types=argument_types(call, into.pins, arrived, mesh))
             program = self._traced(call)
-        if not (scans := scans_of(program)):
+        if self._options.deterministic or not (scans := scans_of(program)):
             return program
         pins = [into.pins[i] for i, x in enumerate(call.leaves) if is_array(x)]
         at = [None if place is None else Pin(place) for place in arrived]
@@ -480,7 +480,7 @@ class Function:
         key = (self._key(call), marks, scans, call.types)
         if key not in self._programs:
             program = trace(self._arguments, call, marks, self._options.replicate, scans, self._view.topology.backend)
-            made = after_trace(program, self._view)
+            made = after_trace(program, self._view, self._options.grain)
             alike = (p for k, p in self._programs.items() if k[:-1] == key[:-1] and is_same_program(p, made))
             self._programs[key] = next(alike, made)
         return self._programs[key]
@@ -610,6 +610,7 @@ def function(  # noqa: PLR0913  # a public face
     replicate: str | Sequence[str] = (),
     forbid: Forbid = (),
     offload: str | Sequence[str] = "never",
+    deterministic: bool | int = False,
     **unknown: Any,
 ) -> Any:
     """Makes a function of one device run on a mesh.
@@ -665,7 +666,7 @@ def function(  # noqa: PLR0913  # a public face
     """
     options = Options(
         mesh, in_placements, out_placements, donate_argnames, static_argnames, pipeline, plan, replicate, forbid,
-        offload, donate_argnums, static_argnums,
+        offload, deterministic, donate_argnums, static_argnums,
     )  # fmt: skip
     return decorated(function, (fn, *unnamed), unknown, options, function_of)
 

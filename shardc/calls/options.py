@@ -35,6 +35,8 @@ class Unsaid(Enum):
 
 UNSAID: Final = Unsaid.UNSAID
 """The value of `mesh=` where nobody has said one."""
+GRAIN: Final = 8
+"""`deterministic=True`: devices that may share a dimension, at most."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,7 @@ class Options:
     replicate: Any = ()
     forbid: Forbid = ()
     offload: Any = "never"
+    deterministic: bool | int = False
     donate_argnums: Any = ()
     static_argnums: Any = ()
     all_constant: bool = False
@@ -104,6 +107,11 @@ class Options:
                 f'offload={said!r}: write "never", "auto", or a list of patterns of paths, ["opt_state/*"].'
             )
         return found
+
+    @property
+    def grain(self) -> int:
+        """Chunks of a dimension whose sums have a fixed order, at most; 0: no order is asked for."""
+        return GRAIN if self.deterministic is True else int(self.deterministic)
 
     @property
     def is_one_device(self) -> bool:
