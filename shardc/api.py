@@ -47,6 +47,7 @@ from shardc.ir.walk import all_eqns
 from shardc.machine.ahead import with_devices
 from shardc.machine.mesh import AnyMesh, as_it_is_set, auto_mesh, meshes_along, view, without_mesh
 from shardc.passes import after_trace
+from shardc.passes.rewrite.fix_order import sums_in_parts
 from shardc.passes.rewrite.share_loops import devices_along
 from shardc.passes.trace.canonicalize import EVERY
 from shardc.passes.trace.chunk_scans import Chunks, scans_of, split_scans
@@ -327,6 +328,11 @@ class Function:
                 f"{self._arguments.where}: in jax.jit, jax.grad or jax.vmap XLA decides what moves, so "
                 f"forbid={forbid_text(self._forbidden)} cannot be promised. Call it outside of them, or leave it out."
             )
+        if self._options.deterministic:
+            raise ArgumentError(
+                f"{self._arguments.where}: in jax.jit, jax.grad or jax.vmap XLA decides in which order sums are added, so "
+                "deterministic= cannot be promised. Call it outside of them, or leave it out."
+            )
         into = argument_pins(call, self._arguments, self._in_placements, self._view)
         if into.offenders:
             raise PlacementError(self._says(into.offenders))
@@ -497,6 +503,8 @@ class Function:
         into = argument_pins(call, self._arguments, self._in_placements, self._view)
         out = result_pins(program, placed_results(call, self._options.out_placements), self._view)
         offenders = [*into.offenders, *out.offenders, *wrong_constraints(program, self._view)]
+        if self._options.deterministic:
+            offenders += sums_in_parts(program, into.pins, out.pins)
         if offenders:
             raise PlacementError(self._says(offenders))
         return into, out
@@ -643,6 +651,9 @@ def function(  # noqa: PLR0913  # a public face
         results replace and residuals of loops, where no plan fits the device's memory without, or only a slower one;
         or patterns of paths of arguments, `["opt_state/*"]`, which live there in any case, as the results that replace
         them. Not for pipelines.
+      deterministic: sums are added in an order that no mesh changes: results are equal to the bit on every mesh of the
+        same machines, of one device too, and in any number of processes. An int is the most devices that may share a
+        dimension of an operation, a power of two; True is 8. Not for pipelines.
 
     Returns:
       A `Function`: called like `fn`, with `.plan(...)` and `.compile(...)`.

@@ -74,6 +74,21 @@ class Options:
                 f"offload={self.offload!r}: the stages of a pipeline keep all values on their devices. Leave offload= "
                 'out; Pipeline(recompute="full") keeps less.'
             )
+        if type(self.deterministic) is not bool and not _is_power_of_two(self.deterministic):
+            raise ArgumentError(
+                f"deterministic={self.deterministic!r}: write True, which is {GRAIN}, or the most devices that may share "
+                "a dimension of an operation: a power of two, as deterministic=16."
+            )
+        if self.deterministic and pipeline is not None:
+            raise PipelineError(
+                f"deterministic={self.deterministic!r}: a pipeline adds up over its stages and microbatches in the order "
+                "of its schedule. Leave pipeline= or deterministic= out."
+            )
+        if self.deterministic and isinstance(self.in_placements, DataParallel):
+            raise ArgumentError(
+                f"deterministic={self.deterministic!r}: {self.in_placements} sums each gradient in an all-reduce, which "
+                "adds in an order of its own. Pin the batch instead, with in_placements={...: {\"data\": S(0)}}."
+            )
         saved = self.saved
         lines = [
             f"{option}={getattr(self, option)!r}: write names, as {option}=('w',)"
@@ -139,6 +154,11 @@ class Options:
         if self.mesh is UNSAID:
             raise MeshError(
                 f"{where}: no mesh is given; write mesh=shardc.make_mesh(data=8), or mesh=None for one device."
+            )
+        if self.mesh is None and self.deterministic:
+            raise MeshError(
+                f"{where}: mesh=None runs the function as it is, and deterministic= adds in an order of its own; write a "
+                "mesh of one device, as mesh=shardc.make_mesh(data=1)."
             )
         if self.mesh is None and (pipeline is not None or self.saved is not None):
             what = "pipeline" if pipeline is not None else "plan"
@@ -225,6 +245,10 @@ def decorated(
         return fn if options.is_one_device else made
 
     return decorate if given[0] is None else decorate(given[0])
+
+
+def _is_power_of_two(n: Any) -> bool:
+    return type(n) is int and n > 1 and n & (n - 1) == 0
 
 
 def words(x: Any) -> tuple[Any, ...]:

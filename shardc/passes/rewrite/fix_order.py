@@ -8,6 +8,7 @@ elements, and what computes in integers, is exact and stays.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final
 
 import jax.numpy as jnp
@@ -24,6 +25,7 @@ from shardc.ir.transfer import is_transfer
 from shardc.ir.user_shard_map import is_unit
 from shardc.ir.walk import all_eqns
 from shardc.passes import Context
+from shardc.sbp.placement import Pin
 from shardc.sbp.rules.in_order import in_order_p
 from shardc.sbp.signature import family_of
 
@@ -53,6 +55,18 @@ def fix_order(program: Program, context: Context) -> Program:
         what = f"{program.name}: deterministic=True: what a shard_map adds up depends on its mesh"
         raise PlacementError(all_offenders(what, lines) + "\nWrite it without shard_map, or leave deterministic= out.")
     return program.after("fix_order", _fixed(program.jaxpr, context.grain))
+
+
+def sums_in_parts(program: Program, arguments: Sequence[Pin | None], results: Sequence[Pin | None]) -> list[str]:
+    """A line for each pin of a value of floats to a partial sum, of which no device knows the order."""
+    ends = [*zip(program.in_paths, arguments, program.in_avals, strict=False)]
+    ends += [(f"result {path}".rstrip(), *rest) for path, *rest in zip(program.out_paths, results, program.out_avals, strict=True)]
+    inside = [(f"the value at {compat.source_line(e)}", pin_of(e), e.outvars[0].aval) for e in all_eqns(program.jaxpr) if pin_of(e)]
+    return [
+        f"{path} at {pin.placement}: deterministic= leaves no partial sum; split it, or leave it open."
+        for path, pin, aval in (*ends, *inside)
+        if pin is not None and pin.placement.partial_op == "sum" and _is_inexact(aval)
+    ]
 
 
 def _fixed(jaxpr: Jaxpr, grain: int) -> Jaxpr:
