@@ -330,8 +330,8 @@ class Function:
             )
         if self._options.deterministic:
             raise ArgumentError(
-                f"{self._arguments.where}: in jax.jit, jax.grad or jax.vmap XLA decides in which order sums are added, so "
-                "deterministic= cannot be promised. Call it outside of them, or leave it out."
+                f"{self._arguments.where}: in jax.jit, jax.grad or jax.vmap XLA decides in which order sums are added, "
+                "so deterministic= cannot be promised. Call it outside of them, or leave it out."
             )
         into = argument_pins(call, self._arguments, self._in_placements, self._view)
         if into.offenders:

@@ -74,21 +74,7 @@ class Options:
                 f"offload={self.offload!r}: the stages of a pipeline keep all values on their devices. Leave offload= "
                 'out; Pipeline(recompute="full") keeps less.'
             )
-        if type(self.deterministic) is not bool and not _is_power_of_two(self.deterministic):
-            raise ArgumentError(
-                f"deterministic={self.deterministic!r}: write True, which is {GRAIN}, or the most devices that may share "
-                "a dimension of an operation: a power of two, as deterministic=16."
-            )
-        if self.deterministic and pipeline is not None:
-            raise PipelineError(
-                f"deterministic={self.deterministic!r}: a pipeline adds up over its stages and microbatches in the order "
-                "of its schedule. Leave pipeline= or deterministic= out."
-            )
-        if self.deterministic and isinstance(self.in_placements, DataParallel):
-            raise ArgumentError(
-                f"deterministic={self.deterministic!r}: {self.in_placements} sums each gradient in an all-reduce, which "
-                "adds in an order of its own. Pin the batch instead, with in_placements={...: {\"data\": S(0)}}."
-            )
+        self._check_deterministic()
         saved = self.saved
         lines = [
             f"{option}={getattr(self, option)!r}: write names, as {option}=('w',)"
@@ -103,6 +89,24 @@ class Options:
                 f"plan={saved.name!r}: a pipeline is always planned anew. Pin the borders that were saved, with "
                 "in_placements=shardc.load_plan(...).in_placements and "
                 "out_placements=shardc.load_plan(...).out_placements."
+            )
+
+    def _check_deterministic(self) -> None:
+        said = f"deterministic={self.deterministic!r}"
+        if type(self.deterministic) is not bool and not _is_power_of_two(self.deterministic):
+            raise ArgumentError(
+                f"{said}: write True, which is {GRAIN}, or the most devices that may share a dimension of an operation: "
+                "a power of two, as deterministic=16."
+            )
+        if self.deterministic and self.pipeline is not None:
+            raise PipelineError(
+                f"{said}: a pipeline adds up over its stages and microbatches in the order of its schedule. Leave "
+                "pipeline= or deterministic= out."
+            )
+        if self.deterministic and isinstance(self.in_placements, DataParallel):
+            raise ArgumentError(
+                f"{said}: {self.in_placements} sums each gradient in an all-reduce, which adds in an order of its own. "
+                'Pin the batch instead, with in_placements={"batch": {"data": S(0)}}.'
             )
 
     @cached_property
@@ -157,8 +161,8 @@ class Options:
             )
         if self.mesh is None and self.deterministic:
             raise MeshError(
-                f"{where}: mesh=None runs the function as it is, and deterministic= adds in an order of its own; write a "
-                "mesh of one device, as mesh=shardc.make_mesh(data=1)."
+                f"{where}: mesh=None runs the function as it is, and deterministic= adds in an order of its own; write "
+                "a mesh of one device, as mesh=shardc.make_mesh(data=1)."
             )
         if self.mesh is None and (pipeline is not None or self.saved is not None):
             what = "pipeline" if pipeline is not None else "plan"

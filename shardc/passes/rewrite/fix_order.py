@@ -59,14 +59,20 @@ def fix_order(program: Program, context: Context) -> Program:
 
 def sums_in_parts(program: Program, arguments: Sequence[Pin | None], results: Sequence[Pin | None]) -> list[str]:
     """A line for each pin of a value of floats to a partial sum, of which no device knows the order."""
-    ends = [*zip(program.in_paths, arguments, program.in_avals, strict=False)]
-    ends += [(f"result {path}".rstrip(), *rest) for path, *rest in zip(program.out_paths, results, program.out_avals, strict=True)]
-    inside = [(f"the value at {compat.source_line(e)}", pin_of(e), e.outvars[0].aval) for e in all_eqns(program.jaxpr) if pin_of(e)]
+    inside = [(f"the value at {compat.source_line(e)}", pin_of(e), e.outvars[0].aval) for e in _pins(program.jaxpr)]
+    ends = [
+        *zip(program.in_paths, arguments, program.in_avals, strict=False),
+        *zip((f"result {p}".rstrip() for p in program.out_paths), results, program.out_avals, strict=True),
+    ]
     return [
         f"{path} at {pin.placement}: deterministic= leaves no partial sum; split it, or leave it open."
         for path, pin, aval in (*ends, *inside)
         if pin is not None and pin.placement.partial_op == "sum" and _is_inexact(aval)
     ]
+
+
+def _pins(jaxpr: Jaxpr) -> list[Eqn]:
+    return [e for e in all_eqns(jaxpr) if pin_of(e) is not None]
 
 
 def _fixed(jaxpr: Jaxpr, grain: int) -> Jaxpr:

@@ -266,7 +266,7 @@ class _Ordered:
         def total(at: Mapping[str, Any]) -> list[Any]:
             if summed is None or here[summed] == 1:
                 return piece(at)
-            parts = lax.map(lambda k: piece({**at, summed: k}), np.arange(here[summed], dtype=np.int32))
+            parts = lax.map(lambda k: piece({**at, str(summed): k}), np.arange(here[summed], dtype=np.int32))
             return [seal(tree_sum(y, 0)) for y in lax.optimization_barrier(parts)]
 
         made = self._joined(total, {f: n for f, n in here.items() if f != summed and n > 1})
