@@ -95,7 +95,7 @@ class Options:
         said = f"deterministic={self.deterministic!r}"
         if type(self.deterministic) is not bool and not _is_power_of_two(self.deterministic):
             raise ArgumentError(
-                f"{said}: write True, which is {GRAIN}, or the most devices that may share a dimension of an operation: "
+                f"{said}: write True, which is {GRAIN}, or the most devices that may share a dimension of a product: "
                 "a power of two, as deterministic=16."
             )
         if self.deterministic and self.pipeline is not None:
