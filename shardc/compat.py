@@ -38,6 +38,7 @@ from jax._src.random import core as _random
 from jax._src.random import prng as _prng
 from jax._src.state import discharge as _discharge
 from jax.experimental import topologies
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend import core as jex
 
 if TYPE_CHECKING:
@@ -601,6 +602,14 @@ def bind_with(prim: Any, params: Mapping[str, Any]) -> Callable[..., list[Any]]:
         return list(out) if prim.multiple_results else [out]
 
     return bind
+
+
+# Why: XLA chooses another kernel for an operand in another layout, and JAX's name of layouts is experimental.
+def row_major(x: Any) -> Any:
+    """`x`, whose last dimension is the innermost one in memory."""
+    if x.ndim < 2 or not isinstance(x.dtype, np.dtype):
+        return x
+    return with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))
 
 
 # Why: jax.device_put inspects every array in Python, which takes three times as long as the copy itself.

@@ -104,7 +104,7 @@ def test_operations_are_equal_to_the_bit(name: str) -> None:
 
 def test_no_value_is_a_partial_sum() -> None:
     plan = function({"data": 4, "model": 2}).plan(*arguments(np.float32))
-    assert {c.kind for c in plan.collectives} == {"all_to_all", "all_gather"}
+    assert {c.kind for c in plan.collectives} <= {"all_to_all", "all_gather"}
 
 
 def total(x: Any) -> Any:

@@ -152,12 +152,14 @@ def _passes(found: Rule, inner: Operation, grid: Mapping[str, int]) -> float:
 
 
 def seal(x: Any) -> Any:
-    """`x` in an exclusive or with a zero that XLA does not know: fusion goes through it, no rewriting does."""
+    """`x` in an exclusive or with a zero that no compiler knows, as a square is 0, 1 or 4 modulo 8: its bits 0 and 2
+    are never both set. Fusion goes through it, no rewriting does."""
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return lax.optimization_barrier(x)
-    bits = np.dtype(f"uint{8 * x.dtype.itemsize}")
-    zero = lax.optimization_barrier(np.zeros((), bits))
-    return lax.bitcast_convert_type(lax.bitcast_convert_type(x, bits) ^ zero, x.dtype)
+    bits = lax.bitcast_convert_type(x, np.dtype(f"uint{8 * x.dtype.itemsize}"))
+    square = bits * bits
+    zero = square & (square >> np.asarray(2, bits.dtype)) & np.asarray(1, bits.dtype)
+    return lax.bitcast_convert_type(bits ^ zero, x.dtype)
 
 
 def _sealed(site: Site, *operands: Any) -> Sequence[Any]:
@@ -168,8 +170,13 @@ def _sealed(site: Site, *operands: Any) -> Sequence[Any]:
 def _alone(site: Site, *operands: Any) -> Sequence[Any]:
     """The local piece, which nothing is fused with."""
     within = _within(site)
-    made = find_rule(within.op).local(within, *lax.optimization_barrier(operands))
-    return lax.optimization_barrier([jnp.asarray(y) for y in made])
+    made = find_rule(within.op).local(within, *_apart(operands))
+    return _apart([jnp.asarray(y) for y in made])
+
+
+def _apart(values: Sequence[Any]) -> list[Any]:
+    """Values that nothing is fused across, in the layout that kernels get on every mesh."""
+    return [compat.row_major(x) for x in lax.optimization_barrier(tuple(values))]
 
 
 # --- sums
@@ -260,8 +267,8 @@ class _Ordered:
 
         def piece(at: Mapping[str, Any]) -> list[Any]:
             place = self._piece_site(within, {f: first[f] + at.get(f, 0) for f in here})
-            made = local(place, *lax.optimization_barrier(self._cut(operands, at, here)))
-            return list(lax.optimization_barrier(tuple(map(jnp.asarray, made))))
+            made = local(place, *_apart(self._cut(operands, at, here)))
+            return _apart(tuple(map(jnp.asarray, made)))
 
         def total(at: Mapping[str, Any]) -> list[Any]:
             if summed is None or here[summed] == 1:
