@@ -123,6 +123,7 @@ SPLIT = {"in_placements": ({}, ROWS)}
 EXAMPLES = [
     ("canonicalize", lambda x: jax.jit(jnp.tanh)(x), (f32(8, 8),), {}, {"jit": 1}, {"tanh": 1}),
     ("fold_transposes", lambda h, w: h @ w.T, (f32(8, 8), f32(8, 8)), {}, {"transpose": 1}, {}),
+    ("fix_order", lambda x: -x.sum(), (f32(8, 8),), {"deterministic": True}, {"reduce_sum": 1}, {"in_order": 1}),
     ("drop_zero_sums", sums, (f32(8, 8),), {}, {"add": 1}, {}),
     (
         "compose_windows", lambda x: jnp.pad(x, ((1, 1), (0, 0), (0, 0)))[2:], (f32(1024, 1024, 256),), WINDOW,
