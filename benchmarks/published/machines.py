@@ -35,7 +35,7 @@ MACHINES: dict[str, Topology] = {
     "A100.*(800 Gb|one node)": replace(with_port(_A100, 1.25e10), kind="a100-vtrain"),
     "A100": _A100,
     # [P] At 500 W these cards reach less of the same data sheet.
-    "H100 SXM 96 GB": replace(reaching(_H100, 0.4), kind="h100-500w", memory_bandwidth=2.4e12, hbm=96 * GB),
+    "H100 SXM 96 GB": replace(reaching(_H100, 0.41), kind="h100-500w", memory_bandwidth=2.4e12, hbm=96 * GB),
     "H100 A3": replace(with_port(_H100, 1.25e10), kind="h100-a3"),
     "DGX-H100": _H100,
     "DGX-GB200": TOPOLOGIES["gb200"],
@@ -51,7 +51,7 @@ MACHINES: dict[str, Topology] = {
 
 FAMILIES = {
     "A100.*one node": "A100, one node", "A100-80 SXM": "A100, torchtitan", "A100": "A100",
-    "H100 SXM 96 GB": "H100 at 500 W", "H100": "H100", "B200|GB200|GB300": "Blackwell",
+    "H100 SXM 96 GB": "H100 at 500 W", "H100": "H100", "GB200": "GB200", "GB300": "GB300",
     "v4|v5e|v5p": "TPU v4, v5e, v5p", "v6e": "TPU v6e", "tpu7x": "TPU 7x",
 }  # fmt: skip
 

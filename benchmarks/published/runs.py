@@ -62,7 +62,7 @@ class Run:
     @property
     def configuration(self) -> Run:
         """What a plan follows from: the run without what was measured, and without the release that ran it."""
-        return replace(self, name=self.name.split("-")[0], seconds=0.0, gib=None)
+        return replace(self, name=self.name.split("-")[0], source="", seconds=0.0, gib=None)
 
     @property
     def mesh(self) -> dict[str, int]:

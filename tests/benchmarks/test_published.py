@@ -79,7 +79,9 @@ def test_a_pipeline_and_its_table(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert row["memory"] > 0
     file = tmp_path / "rows.json"
     scaled = [row["planned"] * (1 + 0.1 * i) for i in range(4)]
-    others = [row | {"run": f"vtrain-multi-{i}", "planned": x, "reached": x, "published": 2 * x} for i, x in enumerate(scaled)]
+    others = [
+        row | {"run": f"vtrain-multi-{i}", "planned": x, "reached": x, "published": 2 * x} for i, x in enumerate(scaled)
+    ]
     file.write_text(json.dumps(others))
     assert main(["--read", str(file)]) == 0
     said = capsys.readouterr().out
