@@ -32,7 +32,7 @@ def pipeline_of(run: Run) -> shardc.Pipeline | None:
 
 
 def measure(run: Run, limited: bool = False) -> None:
-    """Reports the plan with the figures of the data sheets, and the seconds with the shares of them that are reached."""
+    """A report of the plan at data sheet figures, and of its seconds with the shares of them that are reached."""
     step, arguments, keywords = step_of(run)
     machine = data_sheet(topology(run))
 

@@ -152,7 +152,10 @@ def test_never_below_what_xla_allots(step, args, donated, place):
 @pytest.mark.parametrize(("equation", "more"), [("bik,bkj->bij", 32), ("ik,kj->ij", 4)])
 def test_gpus_take_a_workspace_for_products_once(equation, more):
     x = array(*(128,) * equation.index(","))
-    chained = lambda x: jnp.einsum(equation, jnp.einsum(equation, x, x), x)
+
+    def chained(x):
+        return jnp.einsum(equation, jnp.einsum(equation, x, x), x)
+
     peaks = [shardc.function(chained, mesh=shardc.make_mesh(topology=t, data=2)).plan(x).memory.peak for t in KINDS]
     assert peaks[0] - peaks[1] == pytest.approx(GAPS * more * 2**20, abs=10)
 
