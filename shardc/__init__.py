@@ -6,13 +6,12 @@ over the axes of a mesh; shardc places every other value, inserts the collective
 
 import sys
 from importlib import import_module
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
-
-import jax
 
 from shardc.versions import VERSION, check_jax
 
-check_jax(jax.__version__)
+check_jax(version("jax"))  # JAX itself is loaded with the first name: `shardc --help` needs none
 
 if TYPE_CHECKING:
     from shardc.api import function
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
     from shardc.checkpoint.checkpoints import checkpoints
     from shardc.errors import (
         ArgumentError,
+        CheckError,
         CheckpointError,
         ClusterError,
         DisagreementError,
@@ -64,6 +64,7 @@ __all__ = [
     "AUTO",
     "ArgumentError",
     "B",
+    "CheckError",
     "CheckpointError",
     "ClusterError",
     "DisagreementError",
@@ -142,6 +143,7 @@ _MODULES = {
     "AUTO": "shardc.sbp.placement",
     "ArgumentError": "shardc.errors",
     "B": "shardc.sbp.placement",
+    "CheckError": "shardc.errors",
     "CheckpointError": "shardc.errors",
     "ClusterError": "shardc.errors",
     "DisagreementError": "shardc.errors",

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike
-from typing import TYPE_CHECKING, Any, Never, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, Never, NoReturn, TypeAlias
 
 import jax
 from jax.sharding import AbstractMesh, Mesh
@@ -47,6 +47,7 @@ from shardc.ir.walk import all_eqns
 from shardc.machine.ahead import with_devices
 from shardc.machine.mesh import AnyMesh, as_it_is_set, auto_mesh, meshes_along, view, without_mesh
 from shardc.passes import after_trace
+from shardc.passes.rewrite.fix_order import sums_in_parts
 from shardc.passes.rewrite.share_loops import devices_along
 from shardc.passes.trace.canonicalize import EVERY
 from shardc.passes.trace.chunk_scans import Chunks, scans_of, split_scans
@@ -65,7 +66,7 @@ from shardc.report.plan_warnings import warnings_of
 from shardc.sbp.placement import AUTO, Pin, Placement
 
 if TYPE_CHECKING:
-    from shardc.execute.pipeline_executable import PipelineExecutable
+    from shardc.execute.pipeline_executable import FlowOfPipeline, PipelineExecutable
     from shardc.pipelines import CompiledPipeline, PipelinePlan
 
 AnyPlan: TypeAlias = "Plan | PipelinePlan"
@@ -229,7 +230,8 @@ class Function:
             return self._inside(call)
         call.refuse_shapes(self._arguments.where)
         executable = self._executable(self._plan(call))
-        self._cached_calls.add(tree, leaves, call, executable, explicit_mesh(call, self._as_given) is not None)
+        if not executable.unchecked:
+            self._cached_calls.add(tree, leaves, call, executable, explicit_mesh(call, self._as_given) is not None)
         return run(executable, call)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
@@ -241,6 +243,11 @@ class Function:
         """A call in the round of a flow that is traced, which runs every so many rounds."""
         from shardc.dataflow.call import call_in_round
 
+        if self._options.check == "first":
+            raise ArgumentError(
+                f'{self._arguments.where}: check="first" is for calls, and this is a node of a flow; leave it out, and '
+                "check the function alone: function.compile(...).check(...)."
+            )
         with self._arguments.opened(args, kwargs) as opened:
             refuse_lost_modules(self._arguments.where, opened.held)
             return opened.close(call_in_round(self, opened.args, opened.kwargs, every))
@@ -288,6 +295,19 @@ class Function:
             notify_called(self, call)
             return self.compile_of(call)
 
+    def compile_in_flow(self, flow: FlowOfPipeline, *args: Any, **kwargs: Any) -> CompiledPipeline:
+        """A pipeline compiled as a node of a flow: the processes of its ranks call it, and no others."""
+        from shardc.execute.pipeline_executable import PipelineExecutable
+        from shardc.pipelines import CompiledPipeline, PipelinePlan
+
+        with self._arguments.opened(args, kwargs) as opened:
+            call = self._arguments.bind(opened.args, opened.kwargs)
+            plan = self.plan_of(call)
+            assert isinstance(plan, PipelinePlan)
+            executable = PipelineExecutable(plan, self.meshes, flow=flow)
+            _ = executable.compiled
+            return CompiledPipeline(self._arguments, (call.tree, call.constants), executable, plan)
+
     def compile_of(self, call: Call) -> AnyCompiled:
         """A call compiled; for compile-only devices if the mesh has none."""
         meshes = self._meshes_to_compile_for()
@@ -327,6 +347,11 @@ class Function:
                 f"{self._arguments.where}: in jax.jit, jax.grad or jax.vmap XLA decides what moves, so "
                 f"forbid={forbid_text(self._forbidden)} cannot be promised. Call it outside of them, or leave it out."
             )
+        if self._options.deterministic:
+            raise ArgumentError(
+                f"{self._arguments.where}: in jax.jit, jax.grad or jax.vmap XLA decides in which order sums are added, "
+                "so deterministic= cannot be promised. Call it outside of them, or leave it out."
+            )
         into = argument_pins(call, self._arguments, self._in_placements, self._view)
         if into.offenders:
             raise PlacementError(self._says(into.offenders))
@@ -359,6 +384,7 @@ class Function:
                     from shardc.report.refused.forbidden_moves import refuse_compiled
 
                     refuse_compiled(made.audit(), self._forbidden, self._arguments.where)
+            made.unchecked = self._options.check == "first" and not made.absent
             self._executables[id(plan), mesh] = made
             for text in warnings_of(plan, self._arguments.where, self._options.replicate):
                 if text not in self._warned:
@@ -467,7 +493,7 @@ class Function:
         if not call.types and (mesh := explicit_mesh_of(all_eqns(program.jaxpr), self._view.axes)) is not None:
             call = replace(call, types=argument_types(call, into.pins, arrived, mesh))
             program = self._traced(call)
-        if not (scans := scans_of(program)):
+        if self._options.deterministic or not (scans := scans_of(program)):
             return program
         pins = [into.pins[i] for i, x in enumerate(call.leaves) if is_array(x)]
         at = [None if place is None else Pin(place) for place in arrived]
@@ -480,7 +506,7 @@ class Function:
         key = (self._key(call), marks, scans, call.types)
         if key not in self._programs:
             program = trace(self._arguments, call, marks, self._options.replicate, scans, self._view.topology.backend)
-            made = after_trace(program, self._view)
+            made = after_trace(program, self._view, self._options.grain)
             alike = (p for k, p in self._programs.items() if k[:-1] == key[:-1] and is_same_program(p, made))
             self._programs[key] = next(alike, made)
         return self._programs[key]
@@ -497,6 +523,8 @@ class Function:
         into = argument_pins(call, self._arguments, self._in_placements, self._view)
         out = result_pins(program, placed_results(call, self._options.out_placements), self._view)
         offenders = [*into.offenders, *out.offenders, *wrong_constraints(program, self._view)]
+        if self._options.deterministic:
+            offenders += sums_in_parts(program, into.pins, out.pins)
         if offenders:
             raise PlacementError(self._says(offenders))
         return into, out
@@ -610,6 +638,8 @@ def function(  # noqa: PLR0913  # a public face
     replicate: str | Sequence[str] = (),
     forbid: Forbid = (),
     offload: str | Sequence[str] = "never",
+    check: Literal["never", "first"] = "never",
+    deterministic: bool | int = False,
     **unknown: Any,
 ) -> Any:
     """Makes a function of one device run on a mesh.
@@ -642,6 +672,11 @@ def function(  # noqa: PLR0913  # a public face
         results replace and residuals of loops, where no plan fits the device's memory without, or only a slower one;
         or patterns of paths of arguments, `["opt_state/*"]`, which live there in any case, as the results that replace
         them. Not for pipelines.
+      check: "first": the first call of each compiled program is held against one device before it returns, as by
+        `compiled.check`. "never": no call is.
+      deterministic: sums are added in an order that no mesh changes: results are equal to the bit on every mesh of the
+        same machines, of one device too, and in any number of processes. An int is the most devices that may share a
+        dimension of an operation, a power of two; True is 8. Not for pipelines.
 
     Returns:
       A `Function`: called like `fn`, with `.plan(...)` and `.compile(...)`.
@@ -650,6 +685,7 @@ def function(  # noqa: PLR0913  # a public face
       ArgumentError: `fn` is no function; a keyword that `function` does not take, as `in_shardings`; a name that is no
         argument of `fn`; a file that is no plan. When it is called: a plan of another
         program, with all that differs; an argument's leaf that is neither an array nor a constant.
+      CheckError: in a first call, with `check="first"`: its numbers are not those of one device.
       ForbiddenMoveError: when it is called or planned: what is forbidden has to move.
       MeshError: no mesh is given, or None with a pipeline or a plan.
       PlacementError: a placement does not fit the mesh, or, in a call, its value.
@@ -665,7 +701,7 @@ def function(  # noqa: PLR0913  # a public face
     """
     options = Options(
         mesh, in_placements, out_placements, donate_argnames, static_argnames, pipeline, plan, replicate, forbid,
-        offload, donate_argnums, static_argnums,
+        offload, check, deterministic, donate_argnums, static_argnums,
     )  # fmt: skip
     return decorated(function, (fn, *unnamed), unknown, options, function_of)
 

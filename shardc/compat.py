@@ -38,6 +38,7 @@ from jax._src.random import core as _random
 from jax._src.random import prng as _prng
 from jax._src.state import discharge as _discharge
 from jax.experimental import topologies
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend import core as jex
 
 if TYPE_CHECKING:
@@ -603,6 +604,14 @@ def bind_with(prim: Any, params: Mapping[str, Any]) -> Callable[..., list[Any]]:
     return bind
 
 
+# Why: XLA chooses another kernel for an operand in another layout, and JAX's name of layouts is experimental.
+def row_major(x: Any) -> Any:
+    """`x`, whose last dimension is the innermost one in memory."""
+    if x.ndim < 2 or not isinstance(x.dtype, np.dtype):
+        return x
+    return with_layout_constraint(x, Layout(major_to_minor=tuple(range(x.ndim))))
+
+
 # Why: jax.device_put inspects every array in Python, which takes three times as long as the copy itself.
 def copies_to(shardings: Sequence[Any]) -> Callable[[Sequence[jax.Array]], Sequence[jax.Array]]:
     """A function that copies arrays to these shardings, piece by piece: each must already consist of such pieces."""
@@ -610,7 +619,7 @@ def copies_to(shardings: Sequence[Any]) -> Callable[[Sequence[jax.Array]], Seque
     if copy is None:
         return lambda xs: jax.device_put(list(xs), list(shardings))
     targets = list(shardings)
-    devices = [s._internal_device_list.addressable_device_list for s in targets]
+    devices = [s._internal_device_list for s in targets]  # of other processes too
     semantics = [_xla.ArrayCopySemantics.ALWAYS_COPY] * len(targets)
 
     def copied(xs: Sequence[jax.Array]) -> Sequence[jax.Array]:

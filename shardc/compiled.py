@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
@@ -14,8 +16,10 @@ from shardc.arrays.fetch import values
 from shardc.arrays.placed import as_jax, leaf_aval
 from shardc.calls.opened import STRUCTURE
 from shardc.calls.openers import OpenArguments
-from shardc.errors import MeshError, all_offenders
+from shardc.errors import CheckError, MeshError, all_offenders
 from shardc.execute.call_cache import CallCache
+from shardc.execute.check.check import Checker
+from shardc.execute.check.report import CheckReport
 from shardc.execute.executable import Executable, OtherCallError
 from shardc.execute.in_turn import in_turn
 from shardc.machine.mesh import without_mesh
@@ -139,21 +143,38 @@ class Compiled(CompiledCall[Executable, Plan]):
         self.plan.report(path)
 
     @compat.api_boundary
-    def check(self, *args: Any, **kwargs: Any) -> int:
-        """Holds the signatures that were found for operations without a rule against the values of a call.
+    def check(self, *args: Any, **kwargs: Any) -> CheckReport:
+        """Holds the compiled program against one device, border by border. Nothing is donated.
 
-        The program runs on one device, callbacks too, and each such operation on the pieces that the plan gives to the
-        devices.
+        Takes the program's own results; then the same program with the values before and after each of its collectives
+        as further results; then, on one device, the pieces of each device in turn, each from what the pieces before it
+        handed over. So the border that is off first is where the fault begins. Callbacks run twice.
+
+        Signatures that were found for operations without a rule are compared with the whole operation besides, on one
+        device.
 
         Returns:
-          The number of operations that were compared.
+          A `CheckReport`: `.ok`, `.first`, the border that is off first, and a text.
 
         Raises:
-          SignatureError: pieces differ from the whole; it names the primitives, and how to refuse what was found.
+          SignatureError: pieces of an operation without a rule differ from the whole; it names the primitives, and how
+            to refuse what was found.
+          MeshError: the plan is compiled for a machine that is not there, or for devices of several processes.
         """
         with self._arguments.opened(args, kwargs) as opened:
             call = self._taken_apart(opened.args, opened.kwargs)
-        arrays = values([x for x in call.leaves if is_array(x)])
+        refuse_absent(self.executable)
+        arrays = [x for x in call.leaves if is_array(x)]
+        signatures = self._check_found(arrays) if self.plan.found else 0
+        report, _ = self._checker.check([*self.executable.entered(arrays), *self.executable.captured])
+        return replace(report, signatures=signatures)
+
+    @cached_property
+    def _checker(self) -> Checker:
+        return Checker(self.executable)
+
+    def _check_found(self, arrays: Sequence[Any]) -> int:
+        arrays = values(arrays)
         leaves = [as_jax(x) if is_extended(leaf_aval(x).dtype) else np.asarray(x) for x in arrays]
         with without_mesh():
             return check_found(self.plan, [*leaves, *self.plan.program.captured], self._arguments.where)
@@ -170,8 +191,31 @@ def run(executable: Executable | PipelineExecutable, call: Call) -> Any:
     """
     refuse_absent(executable)
     arrays = [x for x in call.leaves if is_array(x)]
-    out = in_turn(executable, arrays, lambda: executable(arrays))
+    out = in_turn(
+        executable, arrays, lambda: _checked(executable, arrays) if executable.unchecked else executable(arrays)
+    )
     return jax.tree.unflatten(executable.plan.program.out_tree, out)
+
+
+def _checked(executable: Executable | PipelineExecutable, arrays: Sequence[Any]) -> list[Any]:
+    """The results of a first call that is checked.
+
+    Raises:
+      CheckError: they are not those of one device; the arguments are unchanged.
+    """
+    if isinstance(executable, Executable):
+        report, found = Checker(executable).check([*executable.entered(arrays), *executable.captured])
+        found = executable.leave(found)
+    else:
+        report, found = executable.check(arrays)
+    if not report.ok:
+        plan = executable.plan
+        raise CheckError(
+            f"{plan.program.name} on {plan.mesh}: the numbers of its first call are wrong.\n{report}", report
+        )
+    executable.unchecked = False
+    executable.drop_donated(arrays)
+    return found
 
 
 def refuse_absent(executable: Executable | PipelineExecutable) -> None:

@@ -80,6 +80,18 @@ class PipelineTaskError(StepFailedError):
         self.round = round
 
 
+class CheckError(ShardcError, RuntimeError):
+    """A compiled program that computes other numbers than one device, found by `check="first"`.
+
+    Attributes:
+      report: what `compiled.check` gives.
+    """
+
+    def __init__(self, message: str, report: object = None) -> None:
+        super().__init__(message)
+        self.report = report
+
+
 class ClusterError(ShardcError, RuntimeError):
     """Processes that cannot run together: one never came, an address is in use, a secret or an environment is wrong."""
 

@@ -10,8 +10,15 @@ from functools import wraps
 from typing import Any, Never
 
 from shardc import api, compat
-from shardc.calls.flax_metadata import LogicalRules, placements
 from shardc.calls.options import decorated, options_of
+
+try:
+    from shardc.calls.flax_metadata import LogicalRules, placements
+except ModuleNotFoundError as error:
+    if error.name is None or error.name.split(".")[0] != "flax":
+        raise
+    text = 'shardc.flax needs flax, which is not installed: pip install "flax>=0.12".'
+    raise ModuleNotFoundError(text, name=error.name) from None
 
 __all__ = ["LogicalRules", "function", "placements"]
 

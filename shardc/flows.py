@@ -24,6 +24,7 @@ from shardc.dataflow.explain import flow_sections, flow_why_sections
 from shardc.dataflow.host import Host, checked_host
 from shardc.dataflow.page import flow_page
 from shardc.dataflow.plan import PlannedFlow
+from shardc.dataflow.remote import refuse_absent
 from shardc.dataflow.results import Rounds
 from shardc.dataflow.round import Round, aval_of, traced_round
 from shardc.dataflow.run import ENDLESS, FlowRun
@@ -234,9 +235,9 @@ class Flow:
           the last state, and a list of what each round gave. A node that did not run in a round has None in it.
 
         Raises:
-          ArgumentError: the state was donated to a call or another run.
+          ArgumentError: the state was donated to a call or another run; or `process=` names no process of this run.
           DisagreementError: processes give another state, other pending values or another number of rounds.
-          MeshError: a mesh has no devices.
+          MeshError: a mesh has no devices; or this process runs none of the nodes, as another one runs all.
           RoundFailedError: a node failed; the error has the state of the last complete round.
         """
         items = None
@@ -284,6 +285,7 @@ class Flow:
                     f"{self.where} can be planned and not run: {', '.join(bare)} is on a mesh without devices; make "
                     "the mesh without `topology=`."
                 )
+            refuse_absent(plan)
             self._runs[id(plan)] = FlowRun(plan)
         return self._runs[id(plan)]
 

@@ -10,7 +10,8 @@ import jax
 
 from shardc import compat
 from shardc.compiled import CompiledCall, refuse_absent
-from shardc.errors import PipelineError, writing
+from shardc.errors import writing
+from shardc.execute.check.report import CheckReport
 from shardc.execute.pipeline_executable import PipelineExecutable
 from shardc.passes.trace.trace import is_array
 from shardc.pipeline.make import with_schedule
@@ -81,13 +82,17 @@ class CompiledPipeline(CompiledCall[PipelineExecutable, "PipelinePlan"], Drawn):
     def writes(self) -> bool:
         return self.executable.places.first
 
-    def check(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Signatures are checked on one program.
+    @compat.api_boundary
+    def check(self, *args: Any, **kwargs: Any) -> CheckReport:
+        """Runs a call, and holds the first run of each task against one device, as `Compiled.check`.
 
         Raises:
-          PipelineError: always; check the function without `pipeline=`.
+          MeshError: the plan is compiled for a machine that is not there.
+          PipelineError: its stages run in several processes.
         """
-        raise PipelineError(f"{self.plan.program.name} is a pipeline; check the function without pipeline=.")
+        refuse_absent(self.executable)
+        leaves = [x for x in self._taken_apart(args, kwargs).leaves if is_array(x)]
+        return self.executable.check(leaves)[0]
 
     @compat.api_boundary
     def measure(self, *args: Any, **kwargs: Any) -> Any:

@@ -268,6 +268,11 @@ def test_version(capsys):
     assert (main(["--version"]), capsys.readouterr().out) == (0, f"shardc {VERSION}\n")
 
 
+def test_version_and_help_do_without_jax():
+    program = "import sys, shardc.__main__ as m; m.main(['--version']); m.main([]); sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False, capture_output=True).returncode == 0
+
+
 def test_the_version_is_that_of_the_package():
     project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
     assert (project["version"], project["scripts"]) == (VERSION, {"shardc": "shardc.__main__:main"})

@@ -41,6 +41,13 @@ def test_shardc_does_without_flax():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+def test_shardc_flax_says_that_flax_is_missing():
+    code = "import sys; sys.modules['flax'] = None; import shardc.flax"
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    text = 'ModuleNotFoundError: shardc.flax needs flax, which is not installed: pip install "flax>=0.12".'
+    assert (done.returncode, done.stderr.strip().splitlines()[-1]) == (1, text)
+
+
 class Layer(nn.Module):
     """Annotated by axes of the mesh, or by logical names."""
 

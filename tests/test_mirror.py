@@ -27,6 +27,7 @@ COVERED: Final[Mapping[str, str]] = {
     # what runs on devices: tested by the numbers of one device
     "dataflow/results.py": "dataflow/test_run.py",
     "execute/agreement.py": "processes/test_agreements.py",
+    "execute/check/report.py": "execute/check/test_check.py",
     "execute/executable.py": "whole/test_function.py",
     "execute/remote_*.py": "processes/test_pipelines.py",
     "execute/in_turn.py": "test_gangs.py",
@@ -34,6 +35,7 @@ COVERED: Final[Mapping[str, str]] = {
     "execute/process_group.py": "processes/test_agreements.py",
     "execute/recording.py": "processes/test_pipelines.py",
     "passes/lower/lower.py": "whole/test_parity.py",
+    "passes/lower/lower_borders.py": "execute/check/test_check.py",
     "runtime/transport/connection.py": "runtime/transport/test_link.py",
     "runtime/worker.py": "runtime/test_executor.py",
     # data that others make and read

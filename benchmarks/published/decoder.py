@@ -161,10 +161,11 @@ def _with_sums(q: Any, k: Any, v: Any) -> Any:
 
 
 FORWARD = "b _ g r _, b _ g _, b _ g _"
-_flash = shardc.signature(f"{FORWARD} -> b _ g r _, b g r _", flops=causal_flops)(_with_sums)
+_flash = shardc.signature(f"{FORWARD} -> b _ g r _, b g r _", flops=causal_flops, kind="attention")(_with_sums)
 _flash_back = shardc.signature(
     f"{FORWARD}, b _ g r _, b g r _, b _ g r _ -> b _ g r _, b _ g _, b _ g _",
     flops=lambda *xs: 2.5 * causal_flops(*xs),
+    kind="attention",
 )(lambda q, k, v, out, sums, ct: (q, k, v))
 
 

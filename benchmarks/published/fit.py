@@ -20,9 +20,13 @@ from numpy.typing import NDArray
 from scipy.stats import spearmanr
 
 from benchmarks.tables import Rows
+from shardc.machine.topology import TOPOLOGIES
 from shardc.sbp.cost import COLLECTIVES
 
-MOST = {"A100": 0.86, "A100, one node": 0.86, "H100": 0.80, "H100 at 500 W": 0.80, "Blackwell": 0.78}
+MOST = {
+    "A100": 0.86, "A100, one node": 0.86, "A100, torchtitan": 0.86, "H100": 0.80, "H100 at 500 W": 0.80, "GB200": 0.78,
+    "GB300": 0.78,
+}  # fmt: skip
 """The largest share of peak that any product reaches, measured by others: stas00/ml-engineering, "MAMF"."""
 
 SPLITS = 12
@@ -45,7 +49,8 @@ FORMS: Mapping[str, int] = {"one share": 1, "three": 3, "three, kernels": 4, "th
 def grid(family: str, form: str) -> list[Shares]:
     """All shares that are tried: those of compute in steps of 4 %, others of 10 %."""
     if form == "one share":
-        return [Shares(s / 100, s / 100, s / 100, s / 100) for s in range(100, 20, -1)]
+        kernels = dict(TOPOLOGIES["h100"].shares)["attention"] if family in MOST else 1.0
+        return [Shares(s / 100, kernels * s / 100, s / 100, s / 100) for s in range(100, 20, -1)]
     host = (0.0, 2e-4, 5e-4, 1e-3, 2e-3, 3.5e-3, 5e-3) if form == "three, host" else (0.0,)
     shares = itertools.product(
         np.arange(MOST.get(family, 1.0), 0.3, -0.04), np.arange(1.0, 0.15, -0.1), np.arange(1.0, 0.15, -0.1), host

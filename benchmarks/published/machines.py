@@ -1,4 +1,4 @@
-"""The machines of published runs, with the figures of their data sheets: nothing of them is fitted."""
+"""The machines of published runs: shardc's own topologies, and what the sources say of theirs that differs."""
 
 from __future__ import annotations
 
@@ -6,62 +6,54 @@ import re
 from dataclasses import replace
 
 from benchmarks.published.runs import Run
-from shardc.machine.topology import TOPOLOGIES, Fabric, Topology
+from shardc.machine.topology import TOPOLOGIES, Topology
 
 GB = 10**9
 
 
-def _data_sheet(machine: Topology) -> Topology:
-    """A machine without its share of what is reached."""
+def data_sheet(machine: Topology) -> Topology:
+    """A machine without its shares of what is reached."""
     fabrics = tuple(replace(f, bandwidth=f.bandwidth / machine.reached) for f in machine.fabrics)
-    return replace(machine, reached=1.0, fabrics=fabrics)
+    return replace(machine, reached=1.0, fabrics=fabrics, shares=())
 
 
-_H100, _V5P = _data_sheet(TOPOLOGIES["h100"]), _data_sheet(TOPOLOGIES["v5p"])
+def reaching(machine: Topology, reached: float) -> Topology:
+    """A machine with another share of its data sheet's figures."""
+    fabrics = tuple(replace(f, bandwidth=f.bandwidth / machine.reached * reached) for f in machine.fabrics)
+    return replace(machine, reached=reached, fabrics=fabrics)
 
 
-def _gpu(kind: str, flops: float, memory: float, hbm: int, links: tuple[float, int, float], fp8: float = 0) -> Topology:
-    """`links`: bytes/s of NVLink one way, GPUs that it joins, bytes/s of each GPU's network port."""
-    nvlink, domain, port = links
-    narrow = (("float8_e4m3fn", fp8), ("float8_e5m2", fp8), ("float4_e2m1fn", 2 * fp8)) if fp8 else ()
-    fabrics = (Fabric("switch", nvlink, 6e-7, most=domain), Fabric("switch", port, 2.7e-6, tier=1))
-    return replace(
-        _H100, kind=kind, flops=flops, memory_bandwidth=memory, hbm=hbm * GB, fabrics=fabrics, rates=narrow
-    )  # fmt: skip
+def with_port(machine: Topology, port: float) -> Topology:
+    """A machine whose GPUs have another port to the network: bytes/s one way, as its data sheet has them."""
+    *inside, network = machine.fabrics
+    return replace(machine, fabrics=(*inside, replace(network, bandwidth=port * machine.reached)))
 
+
+_A100, _H100, _V7X = TOPOLOGIES["a100"], TOPOLOGIES["h100"], TOPOLOGIES["tpu7x"]
 
 MACHINES: dict[str, Topology] = {
-    t.kind: t
-    for t in (
-        _gpu("a100", 3.12e14, 2.039e12, 80, (3e11, 8, 2.5e10)),
-        _gpu("a100-vtrain", 3.12e14, 2.039e12, 80, (3e11, 8, 1.25e10)),
-        _gpu("h100", 9.89e14, 3.35e12, 80, (4.5e11, 8, 5e10), 1.979e15),
-        _gpu("h100-hbm2e", 9.89e14, 2.4e12, 96, (4.5e11, 8, 5e10), 1.979e15),
-        _gpu("b200", 2.25e15, 8e12, 180, (9e11, 8, 5e10), 4.5e15),
-        _gpu("gb200", 2.5e15, 8e12, 186, (9e11, 72, 5e10), 5e15),
-        _gpu("gb300", 2.5e15, 8e12, 279, (9e11, 72, 1e11), 5e15),
-        # A whole chip, as the source counts them: 192 GB, 7.37 TB/s, links as v5p (1200 GB/s both ways of all).
-        replace(
-            _V5P, kind="v7x", flops=2.307e15, memory_bandwidth=7.37e12, hbm=192 * GB,
-            rates=(("float8_e4m3fn", 4.614e15), ("float8_e5m2", 4.614e15)),
-        ),
-    )
+    "A100.*(800 Gb|one node)": replace(with_port(_A100, 1.25e10), kind="a100-vtrain"),
+    "A100": _A100,
+    # [P] At 500 W these cards reach less of the same data sheet.
+    "H100 SXM 96 GB": replace(reaching(_H100, 0.41), kind="h100-500w", memory_bandwidth=2.4e12, hbm=96 * GB),
+    "H100 A3": replace(with_port(_H100, 1.25e10), kind="h100-a3"),
+    "DGX-H100": _H100,
+    "DGX-GB200": TOPOLOGIES["gb200"],
+    "DGX-GB300": TOPOLOGIES["gb300"],
+    # A whole chip, as the source counts them: 192 GB, 7.37 TB/s, links as v5p (1200 GB/s both ways of all).
+    "tpu7x": replace(
+        reaching(TOPOLOGIES["v5p"], _V7X.reached), kind="v7x", flops=2 * _V7X.flops, memory_bandwidth=7.37e12,
+        hbm=192 * GB, rates=tuple((t, 2 * rate) for t, rate in _V7X.rates), shares=_V7X.shares,
+    ),
+    **{kind: TOPOLOGIES[kind] for kind in ("v4", "v5e", "v5p", "v6e")},
 }  # fmt: skip
+"""By a pattern of what a row calls its hardware; the first that is found."""
 
 FAMILIES = {
-    "A100.*one node": "A100, one node", "A100": "A100", "H100 SXM 96 GB": "H100 at 500 W", "H100": "H100",
-    "B200|GB200|GB300": "Blackwell", "v4|v5e|v5p": "TPU v4, v5e, v5p", "v6e": "TPU v6e", "tpu7x": "TPU 7x",
+    "A100.*one node": "A100, one node", "A100-80 SXM": "A100, torchtitan", "A100": "A100",
+    "H100 SXM 96 GB": "H100 at 500 W", "H100": "H100", "GB200": "GB200", "GB300": "GB300",
+    "v4|v5e|v5p": "TPU v4, v5e, v5p", "v6e": "TPU v6e", "tpu7x": "TPU 7x",
 }  # fmt: skip
-
-
-REACHED = {
-    name: TOPOLOGIES[kind].reached
-    for name, kind in {
-        "A100, one node": "a100", "A100": "a100", "H100 at 500 W": "h100", "H100": "h100", "Blackwell": "gb200",
-        "TPU v4, v5e, v5p": "v5p", "TPU v6e": "v6e", "TPU 7x": "tpu7x",
-    }.items()
-}  # fmt: skip
-"""The share of these figures that shardc's own topology of each family counts on."""
 
 
 def family(run: Run) -> str:
@@ -75,18 +67,11 @@ def overlaps(run: Run) -> bool:
 
 def topology(run: Run) -> Topology:
     """The machine of a run, with the shape of its slices."""
-    if run.hardware.startswith("A100"):
-        found = MACHINES["a100-vtrain" if run.name.startswith("vtrain") else "a100"]
-    elif "H100 SXM 96 GB" in run.hardware:
-        found = MACHINES["h100-hbm2e"]
-    elif run.hardware.startswith("DGX-"):
-        found = MACHINES[run.hardware.removeprefix("DGX-").lower()]
-    else:
-        kind = "v7x" if "tpu7x" in run.hardware else next(k for k in TOPOLOGIES if k in run.hardware and k != "cpu")
-        chip = MACHINES.get(kind) or _data_sheet(TOPOLOGIES[kind])
+    found = next(machine for pattern, machine in MACHINES.items() if re.search(pattern, run.hardware))
+    if found.pod:
         slices = int(run.hardware.split(" x ")[0]) if " x " in run.hardware else 1
-        sides = grid(run.devices // slices, len(chip.pod) or 3)
-        found = replace(chip, shape=(*sides, slices) if slices > 1 else sides)
+        sides = grid(run.devices // slices, len(found.pod))
+        found = replace(found, shape=(*sides, slices) if slices > 1 else sides)
     return replace(found, overlaps=overlaps(run))
 
 

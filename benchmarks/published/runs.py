@@ -62,7 +62,7 @@ class Run:
     @property
     def configuration(self) -> Run:
         """What a plan follows from: the run without what was measured, and without the release that ran it."""
-        return replace(self, name=self.name.split("-")[0], seconds=0.0, gib=None)
+        return replace(self, name=self.name.split("-")[0], source="", seconds=0.0, gib=None)
 
     @property
     def mesh(self) -> dict[str, int]:
@@ -94,7 +94,7 @@ class Run:
         """Operations of its flash kernels in one step: half of the pairs; the backward pass is 2.5 times the forward
         pass, which most recompute policies run twice."""
         forward = self.attention_flops / 6 if self.flash else 0.0
-        return forward * (3.5 + (self.recompute not in ("", "selective")))
+        return forward * (3.5 + (self.recompute not in ("", "none", "minimal_flash", "selective")))
 
     @property
     def model_flops(self) -> float:

@@ -29,6 +29,7 @@ from shardc.arrays.placed import (
 )
 from shardc.machine.devices import me, process_of
 from shardc.machine.mesh import AnyMesh, MeshView, view
+from shardc.machine.puts import HERE, LINKS, carrier_between
 from shardc.machine.topology import DeviceLink
 from shardc.sbp.layout import is_plain, physical_shape, physical_spec, to_logical
 from shardc.sbp.placement import AxisSizes, Placement, local_shape
@@ -87,6 +88,16 @@ class Place:
         return {} if self.on_host or self.mesh is None else dict(self.mesh.shape)
 
     @property
+    def takers(self) -> tuple[int | None, ...]:
+        """The processes that have the value, of a place on the host."""
+        return (self.process,)
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this process has devices of the place, or it is on the host."""
+        return self.on_host or not isinstance(self.mesh, Mesh) or me() in self.processes
+
+    @property
     def device_mesh(self) -> Mesh:
         """The mesh, which has devices."""
         assert isinstance(self.mesh, Mesh)
@@ -106,7 +117,7 @@ class Place:
             return (None,) * (0 if self.mesh is None else self.mesh.size)
         return tuple(map(process_of, self.devices))
 
-    def is_beside(self, other: Place) -> bool:
+    def is_aligned_with(self, other: Place) -> bool:
         """Whether the devices of equal number of both places share a process and hold the same elements."""
         return self.processes == other.processes and self.sizes == other.sizes and self.at == other.at
 
@@ -115,9 +126,16 @@ class Place:
         one."""
         shape, itemsize = (*self.shape, *self.words[0]), int(self.words[1].itemsize)
         known = {*self.processes, *other.processes} - {None}
-        alone = link is None or len(known) < 2 or self.is_beside(other)
+        alone = link is None or len(known) < 2 or self.is_aligned_with(other)
         ends = (None, None) if alone else (other.processes, self.processes)
         return plan_way(shape, itemsize, self.at, self.view, other.at, other.view, link, *ends)
+
+    def carrier_to(self, other: Place, way: WayPlan) -> str:
+        """What carries a value to another place: `here`, where no parcel goes from process to process, or nobody knows;
+        else `put` or `links`."""
+        if all(self.processes[p.source] == other.processes[p.targets[0]] for p in way.parcels):
+            return HERE
+        return LINKS if self.on_host or other.on_host else carrier_between([*self.devices, *other.devices])
 
     @cached_property
     def is_plain(self) -> bool:
@@ -239,6 +257,23 @@ class Place:
 
     def __str__(self) -> str:
         return "host" if self.mesh is None else "its stages" if self.placement is None else str(self.placement)
+
+
+@dataclass(frozen=True)
+class StagesPlace(Place):
+    """A pipeline's argument or result, which others give and take whole.
+
+    Attributes:
+      pieces: where its rows are, or all of it.
+      others: the processes beside `process` that have the whole value.
+    """
+
+    pieces: tuple[Place, ...] = ()
+    others: tuple[int, ...] = ()
+
+    @property
+    def takers(self) -> tuple[int | None, ...]:
+        return (self.process, *self.others)
 
 
 def place_of(x: Any) -> Place:

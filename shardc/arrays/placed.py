@@ -21,7 +21,7 @@ from shardc.sbp.layout import (
     physical_spec,
     plain_placement,
     to_logical,
-    to_physical_traced,
+    to_physical,
 )
 from shardc.sbp.placement import Placement
 from shardc.sbp.signature import is_extended
@@ -235,6 +235,17 @@ class StackedArray(PlacedArray):
     def parts(self) -> tuple[Any, ...]:
         return tuple(x for p in self.pieces for x in p.parts)
 
+    @property
+    def dtype(self) -> Any:
+        return self.pieces[0].dtype
+
+    @property
+    def weak_type(self) -> bool:
+        return self.pieces[0].weak_type
+
+    def is_ready(self) -> bool:
+        return all(p.is_ready() for p in self.pieces)
+
     def with_physical(self, parts: Sequence[Any]) -> StackedArray:
         """An array with these pieces and other physical arrays."""
         left = iter(parts)
@@ -245,7 +256,8 @@ class StackedArray(PlacedArray):
         return np.concatenate([np.asarray(p) for p in self.pieces])
 
     def _on_devices(self, parts: tuple[Any, ...], sharding: NamedSharding) -> jax.Array:
-        del parts
+        if not all(p.parts for p in self.pieces):  # other processes have told what is in these
+            return jax.numpy.asarray(self._on_host(parts))
         here = [PlacedArray(p.physical, p.shape, p.placement, self.mesh).sharding for p in self.pieces]
 
         def joined() -> jax.Array:
@@ -398,7 +410,7 @@ def _mover(shape: tuple[int, ...], old: tuple[Placement, Mesh] | None, new: Plac
         if not plain:
             value = at(made, whole)
             value = value if old is None else to_logical(value, shape, old[0], dict(old[1].shape))
-            made = at(to_physical_traced(value, new, sizes), whole)
+            made = at(to_physical(value, new, sizes), whole)
         if keys:
             return jax.random.wrap_key_data(at(made, sharding), impl=jax.random.key_impl(x))
         return made if made.dtype == x.dtype else jax.lax.optimization_barrier(at(made, sharding)).astype(x.dtype)

@@ -151,6 +151,15 @@ def is_remote(x: object) -> bool:
     return isinstance(x, RemoteArray) and x.arriving is None
 
 
+def home_of(x: Any) -> list[int]:
+    """The processes of an array that has no piece in this one; none if it has, or is no array."""
+    if isinstance(x, RemoteArray):
+        return processes_of(x.mesh.devices.flat)
+    physical: Any = x.physical if isinstance(x, PlacedArray) else x
+    away = isinstance(physical, jax.Array) and not physical.sharding.addressable_devices
+    return processes_of(physical.sharding.device_set) if away else []
+
+
 def put_remote(x: Any, mesh: Mesh, placement: Placement | None) -> Any:
     """The RemoteArray of an array that other processes put on `mesh`; a leaf without a placement stays as it is."""
     if placement is None or (not hasattr(x, "dtype") and not isinstance(x, bool | int | float | complex)):

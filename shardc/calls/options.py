@@ -35,6 +35,8 @@ class Unsaid(Enum):
 
 UNSAID: Final = Unsaid.UNSAID
 """The value of `mesh=` where nobody has said one."""
+GRAIN: Final = 8
+"""`deterministic=True`: devices that may share a dimension, at most."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,8 @@ class Options:
     replicate: Any = ()
     forbid: Forbid = ()
     offload: Any = "never"
+    check: Any = "never"
+    deterministic: bool | int = False
     donate_argnums: Any = ()
     static_argnums: Any = ()
     all_constant: bool = False
@@ -71,6 +75,11 @@ class Options:
                 f"offload={self.offload!r}: the stages of a pipeline keep all values on their devices. Leave offload= "
                 'out; Pipeline(recompute="full") keeps less.'
             )
+        if self.check not in ("never", "first"):
+            raise ArgumentError(
+                f'check={self.check!r}: write "first", which holds the first call against one device, or "never".'
+            )
+        self._check_deterministic()
         saved = self.saved
         lines = [
             f"{option}={getattr(self, option)!r}: write names, as {option}=('w',)"
@@ -85,6 +94,24 @@ class Options:
                 f"plan={saved.name!r}: a pipeline is always planned anew. Pin the borders that were saved, with "
                 "in_placements=shardc.load_plan(...).in_placements and "
                 "out_placements=shardc.load_plan(...).out_placements."
+            )
+
+    def _check_deterministic(self) -> None:
+        said = f"deterministic={self.deterministic!r}"
+        if type(self.deterministic) is not bool and not _is_power_of_two(self.deterministic):
+            raise ArgumentError(
+                f"{said}: write True, which is {GRAIN}, or the most devices that may share a dimension of a product: "
+                "a power of two, as deterministic=16."
+            )
+        if self.deterministic and self.pipeline is not None:
+            raise PipelineError(
+                f"{said}: a pipeline adds up over its stages and microbatches in the order of its schedule. Leave "
+                "pipeline= or deterministic= out."
+            )
+        if self.deterministic and isinstance(self.in_placements, DataParallel):
+            raise ArgumentError(
+                f"{said}: {self.in_placements} sums each gradient in an all-reduce, which adds in an order of its own. "
+                'Pin the batch instead, with in_placements={"batch": {"data": S(0)}}.'
             )
 
     @cached_property
@@ -104,6 +131,11 @@ class Options:
                 f'offload={said!r}: write "never", "auto", or a list of patterns of paths, ["opt_state/*"].'
             )
         return found
+
+    @property
+    def grain(self) -> int:
+        """Chunks of a dimension whose sums have a fixed order, at most; 0: no order is asked for."""
+        return GRAIN if self.deterministic is True else int(self.deterministic)
 
     @property
     def is_one_device(self) -> bool:
@@ -131,6 +163,11 @@ class Options:
         if self.mesh is UNSAID:
             raise MeshError(
                 f"{where}: no mesh is given; write mesh=shardc.make_mesh(data=8), or mesh=None for one device."
+            )
+        if self.mesh is None and self.deterministic:
+            raise MeshError(
+                f"{where}: mesh=None runs the function as it is, and deterministic= adds in an order of its own; write "
+                "a mesh of one device, as mesh=shardc.make_mesh(data=1)."
             )
         if self.mesh is None and (pipeline is not None or self.saved is not None):
             what = "pipeline" if pipeline is not None else "plan"
@@ -217,6 +254,10 @@ def decorated(
         return fn if options.is_one_device else made
 
     return decorate if given[0] is None else decorate(given[0])
+
+
+def _is_power_of_two(n: Any) -> bool:
+    return type(n) is int and n > 1 and n & (n - 1) == 0
 
 
 def words(x: Any) -> tuple[Any, ...]:

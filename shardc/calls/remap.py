@@ -83,7 +83,7 @@ def mover(old: Mesh, new: Mesh) -> Callable[[Any], Any]:
             return StackedArray([moved_leaf(p) for p in x.pieces])
         if not isinstance(x, jax.Array) or (given := place_of(x)).mesh != old:
             return x
-        return _moved(x, Ways([Way(given, replace(given, mesh=new), link)], bool(settings()[0])))
+        return _moved(x, Ways([Way(given, replace(given, mesh=new), link)], bool(settings()[0]), by_links=True))
 
     def move(tree: Any) -> Any:
         return jax.tree.map(moved_leaf, tree)
@@ -96,7 +96,7 @@ def _moved(x: Any, ways: Ways) -> Any:
     (way,) = ways.ways
     givers, takers = (sorted({p for p in at.processes if p is not None}) for at in (way.given, way.taken))
     values: tuple[Any, ...] = () if isinstance(x, RemoteArray) else (x.physical if is_placed(x) else x,)
-    if ways.stay_near:
+    if ways.are_here:
         arrived = ways.move(values) if me() in takers else ()
     else:
         arrived = _exchanged(values, ways, givers, takers)

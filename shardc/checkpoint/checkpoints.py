@@ -7,7 +7,8 @@ import logging
 import operator
 import os
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from time import monotonic, sleep
@@ -19,10 +20,10 @@ import jax
 from shardc import compat
 from shardc.arrays.gone import refuse_gone
 from shardc.calls.placing import put
-from shardc.checkpoint.leaves import blocks_of, check_owned, check_savable, described, encode, is_remote, named_leaves
+from shardc.checkpoint.leaves import blocks_of, check_savable, described, encode, homes_beside, is_remote, named_leaves
 from shardc.checkpoint.lock import DirectoryLock
-from shardc.checkpoint.manifest import DamagedError, Manifest, StoredLeaf, files_of, write_manifest
-from shardc.checkpoint.orbax import Writer, module
+from shardc.checkpoint.manifest import DamagedError, Manifest, files_of, write_manifest
+from shardc.checkpoint.orbax import OwnersPart, Writer, module
 from shardc.checkpoint.restore import check_fits, restore
 from shardc.checkpoint.steps import (
     PARTIAL,
@@ -468,38 +469,41 @@ class Checkpoints:
 
     def _write(self, writer: Writer, step: int, state: Any) -> None:
         settle_all()  # no state is written that comes of values in which the processes differ
-        self._group.agree(self._name(f"save step {step}"), {})  # to bring the state to the host may take collectives
-        pairs = named_leaves(state)
+        group, pairs = self._group, named_leaves(state)
+        homes = homes_beside(pairs, group.island)
+        owners, owner_of = group.owners_of(self._name(f"save step {step}"), homes)  # all meet before any collective
         refuse_gone(f"saved.step({step}): arrays that are gone", pairs)
         check_savable(pairs)
-        check_owned(pairs, self._group.island)
-        leaves: list[StoredLeaf] = []
-        arrays: dict[str, Any] = {}
-        for number, (path, x) in enumerate(pairs):
-            stored = blocks_of(number, x)
-            leaves.append(described(path, x, [block for block, _ in stored]))
-            arrays.update((block.name, encode(value)) for block, value in stored)
-        folder = partial_folder(self.directory, step)
-        if self._group.is_leader:
+        stored = [blocks_of(number, x) for number, (_, x) in enumerate(pairs)]
+        folder, parts = partial_folder(self.directory, step), list[OwnersPart]()
+        manifests: list[Manifest] = []
+        for owner, processes in enumerate(owners):
+            if group.me not in processes:
+                continue
+            own = [[(b, v) for b, v in blocks if owner_of.get(b.name, group.owner) == owner] for blocks in stored]
+            arrays = {block.name: encode(value) for blocks in own for block, value in blocks}
+            here = frozenset(p - group.island[0] for p in processes) if owner >= group.owners else None
+            parts.append(OwnersPart(folder / str(owner), arrays, here))
+            if group.me == processes[0]:
+                leaves = [described(p, x, [b for b, _ in of]) for (p, x), of in zip(pairs, own, strict=True)]
+                versions = VERSION, jax.__version__
+                manifests.append(Manifest(step, owner, len(owners), tuple(leaves), {}, self.plan, *versions))
+        if manifests:
             try:
                 folder.mkdir(self.mode, parents=True, exist_ok=True)
             except OSError as error:
                 raise CheckpointError(f"The checkpoint of step {step} cannot be written: {error}") from error
-        writer.start(step, folder / str(self._group.owner), arrays, lambda: self._finish(step, leaves))
+        writer.start(step, parts, lambda: self._finish(folder, manifests))
 
-    def _finish(self, step: int, leaves: list[StoredLeaf]) -> None:
-        """Write the manifest, which completes this owner's part, and delete checkpoints beyond `keep`. Runs in the
-        thread of the writer after the arrays are written."""
-        group = self._group
-        if group.is_leader:
-            folder = partial_folder(self.directory, step)
-            own = folder / str(group.owner)
+    def _finish(self, folder: Path, manifests: Sequence[Manifest]) -> None:
+        """Write the manifests, which complete the parts of their owners, and delete checkpoints beyond `keep`. Runs in
+        the thread of the writer after the arrays are written."""
+        for manifest in manifests:
+            own = folder / str(manifest.owner)
             own.mkdir(exist_ok=True)
-            versions = VERSION, jax.__version__
-            made = Manifest(step, group.owner, group.owners, tuple(leaves), files_of(own), self.plan, *versions)
-            write_manifest(made, folder)
-            commit(folder, group.owners)
-        if group.me == 0:
+            write_manifest(replace(manifest, files=files_of(own)), folder)
+            commit(folder, manifest.owners)
+        if self._group.me == 0:
             self._prune()
 
     def _prune(self) -> None:

@@ -10,12 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardc.arrays.placed import PlacedArray, StackedArray, is_placed
-from shardc.arrays.remote_array import Arrival, RemoteArray
+from shardc.arrays.remote_array import Arrival, RemoteArray, home_of
 from shardc.checkpoint.manifest import VALUES, RowBlock, StoredLeaf
 from shardc.errors import CheckpointError, all_offenders
-from shardc.machine.devices import processes_of
 from shardc.passes.trace.trace import leaves_by_path, path_text
-from shardc.runtime.calls import processes_text
 from shardc.sbp.layout import bits_of
 from shardc.sbp.signature import is_extended
 
@@ -23,8 +21,8 @@ ARRAYS: Final = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
 
 
 def is_remote(x: object) -> bool:
-    """Whether a leaf is an array that lives in another island, which writes it."""
-    return isinstance(x, RemoteArray)
+    """Whether a leaf is an array of other processes, which write it."""
+    return bool(home_of(x))
 
 
 def arrives(x: Any) -> bool:
@@ -77,23 +75,26 @@ def check_savable(pairs: Sequence[tuple[str, Any]]) -> None:
         )
 
 
-def check_owned(pairs: Sequence[tuple[str, Any]], island: Collection[int]) -> None:
-    """Raise CheckpointError for arrays that live in other processes of this island: no manifest would have them.
+def homes_beside(pairs: Sequence[tuple[str, Any]], island: Collection[int]) -> dict[str, list[int]]:
+    """The processes that have arrays which are not here, but in other processes of this island, by the names of the
+    stored arrays.
 
     Args:
       pairs: the leaves with their paths.
       island: the processes that share this one's JAX runtime.
     """
-    found = [(path, part) for path, x in pairs for part in (x.pieces if isinstance(x, StackedArray) else [x])]
-    homes = {path: processes_of(x.mesh.devices.flat) for path, x in found if isinstance(x, RemoteArray)}
-    wrong = [f"{path}: in {processes_text(home)}" for path, home in homes.items() if set(home) & set(island)]
-    if wrong:
-        head = (
-            f"Processes {', '.join(map(str, island))} share one JAX runtime and write a checkpoint together, but these "
-            "arrays live in some of them only. Start the run with --islands, so that each stage of the pipeline has a "
-            "runtime of its own:"
-        )
-        raise CheckpointError(all_offenders(head, wrong))
+    parts = [
+        (block_name(n, i), part)
+        for n, (_, x) in enumerate(pairs)
+        for i, part in (enumerate(x.pieces) if isinstance(x, StackedArray) else [(None, x)])
+    ]
+    homes = {name: home_of(x) for name, x in parts}
+    return {name: home for name, home in homes.items() if home and set(home) <= set(island)}
+
+
+def block_name(number: int, piece: int | None) -> str:
+    """The name of the stored array of a leaf, or of a piece of it."""
+    return str(number) if piece is None else f"{number}.{piece}"
 
 
 def _known(x: Any) -> bool:
@@ -113,13 +114,13 @@ def blocks_of(number: int, x: Any) -> list[tuple[RowBlock, Any]]:
     if not (isinstance(x, ARRAYS) or is_placed(x)) or 0 in x.shape or is_remote(x):
         return []
     if not isinstance(x, StackedArray):
-        return [(RowBlock(str(number), 0, x.shape[0] if x.shape else 1), x)]
+        return [(RowBlock(block_name(number, None), 0, x.shape[0] if x.shape else 1), x)]
     found: list[tuple[RowBlock, Any]] = []
     at = 0
     for i, piece in enumerate(x.pieces):
         rows = piece.shape[0]
         if rows and not is_remote(piece):
-            found.append((RowBlock(f"{number}.{i}", at, at + rows), piece))
+            found.append((RowBlock(block_name(number, i), at, at + rows), piece))
         at += rows
     return found
 

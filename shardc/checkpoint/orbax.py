@@ -10,10 +10,11 @@ import importlib
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
+import jax
 import numpy as np
 from numpy.typing import NDArray
 
@@ -38,8 +39,22 @@ def module(name: str) -> Any:
         ) from error
 
 
+class OwnersPart(NamedTuple):
+    """The part of a checkpoint that an owner writes.
+
+    Attributes:
+      folder: of this owner. It appears when all its files are written; without arrays the caller has to make it.
+      arrays: by name.
+      processes: the numbers in JAX of the processes that write it; None: all of the runtime.
+    """
+
+    folder: Path
+    arrays: Mapping[str, Any]
+    processes: frozenset[int] | None = None
+
+
 class Writer:
-    """Writes one checkpoint of an owner at a time, beside the run.
+    """Writes one checkpoint at a time, beside the run.
 
     Args:
       seconds: for one checkpoint, after which it fails.
@@ -49,28 +64,50 @@ class Writer:
         self._seconds = seconds
         self._thread: threading.Thread | None = None
         self._failed: CheckpointError | None = None
+        self._checkpointers: dict[frozenset[int] | None, Any] = {}
+        """By the processes that write."""
 
-    @cached_property
-    def _checkpointer(self) -> Any:
-        ocp = module("orbax.checkpoint")
-        handler = ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=False)
-        # Folders are made at once: orbax announces later ones by numbers that all savers of a process share.
-        options = ocp.AsyncOptions(timeout_secs=int(self._seconds), create_directories_asynchronously=False)
-        return ocp.AsyncCheckpointer(handler, async_options=options)
+    def _checkpointer(self, processes: frozenset[int] | None) -> Any:
+        if processes not in self._checkpointers:
+            ocp = module("orbax.checkpoint")
+            first = min(processes or {0})
+            name = None if processes is None else "-".join(map(str, sorted(processes)))
+            who = ocp.options.MultiprocessingOptions(
+                primary_host=first, active_processes=None if processes is None else set(processes),
+                barrier_sync_key_prefix=name,
+            )  # fmt: skip
+            handlers = ocp.type_handlers.create_type_handler_registry(
+                (jax.Array, ocp.type_handlers.ArrayHandler(primary_host=first)),
+                (np.ndarray, ocp.type_handlers.NumpyHandler()),
+            )  # fmt: skip
+            more = {} if processes is None else {"type_handler_registry": handlers}
+            handler = ocp.PyTreeCheckpointHandler(
+                use_ocdbt=True, use_zarr3=False, multiprocessing_options=who, **more
+            )  # fmt: skip
+            # Folders are made at once: orbax announces later ones by numbers that all savers of a process share.
+            options = ocp.AsyncOptions(timeout_secs=int(self._seconds), create_directories_asynchronously=False)
+            self._checkpointers[processes] = ocp.AsyncCheckpointer(
+                handler, async_options=options, multiprocessing_options=who
+            )  # fmt: skip
+        return self._checkpointers[processes]
 
-    def start(self, step: int, folder: Path, arrays: Mapping[str, Any], finish: Callable[[], None]) -> None:
+    def start(self, step: int, parts: Sequence[OwnersPart], finish: Callable[[], None]) -> None:
         """Begin to write. Returns when the arrays are copied to the host.
 
         Args:
           step: of the checkpoint, for errors.
-          folder: of this owner. It appears when all its files are written; without arrays `finish` has to make it.
-          finish: called, in a thread of its own, when it is there.
+          parts: those that this process writes, alone or with others.
+          finish: called, in a thread of its own, when they are there.
 
         Raises:
           CheckpointError: this checkpoint, or the one before, cannot be written.
         """
         self.wait()
         self.check()
+
+        folder, savers = parts[0].folder, [p for p in parts if p.arrays]
+        alone = [p for p in savers if p.processes is not None and len(p.processes) == 1]
+        together = [p for p in savers if p not in alone]
 
         def failed(error: Exception) -> CheckpointError:
             text = f"The checkpoint of step {step} could not be written to {folder}: {type(error).__name__}: {error}"
@@ -80,16 +117,18 @@ class Writer:
 
         def write() -> None:
             try:
-                if arrays:
-                    self._checkpointer.wait_until_finished()
+                for part in alone:
+                    _write_alone(part)
+                for part in together:
+                    self._checkpointer(part.processes).wait_until_finished()
                 finish()
             except Exception as error:  # noqa: BLE001 - `check` raises it in the thread of the run
                 self._failed = failed(error)
 
         try:
-            if arrays:
-                args = module("orbax.checkpoint").args.PyTreeSave(dict(arrays))
-                self._checkpointer.save(folder, args=args)
+            for part in together:
+                args = module("orbax.checkpoint").args.PyTreeSave(dict(part.arrays))
+                self._checkpointer(part.processes).save(part.folder, args=args)
         except Exception as error:
             raise failed(error) from error
         self._thread = threading.Thread(target=write, name=f"shardc checkpoint {step}", daemon=True)
@@ -121,14 +160,30 @@ class Writer:
             _log.warning("%s", failed)
 
     def close(self) -> None:
-        if self._thread is None and "_checkpointer" in vars(self):
-            self._checkpointer.close()
+        if self._thread is None:
+            for checkpointer in self._checkpointers.values():
+                checkpointer.close()
+
+
+def _store(folder: Path, name: str) -> dict[str, Any]:
+    database = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{folder}/"}, "path": f"{name}/"}
+    return {"driver": "zarr", "kvstore": database}
+
+
+def _write_alone(part: OwnersPart) -> None:
+    """Write arrays of this process of several: orbax writes such in process 0 alone."""
+    part.folder.mkdir(exist_ok=True)
+    for name, x in part.arrays.items():
+        value = np.asarray(x)
+        made = module("tensorstore").open(
+            _store(part.folder, name), create=True, dtype=value.dtype, shape=value.shape
+        )  # fmt: skip
+        made.result().write(value).result()
 
 
 @lru_cache(maxsize=4096)
 def _opening(folder: Path, name: str) -> Any:
-    database = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{folder}/"}, "path": f"{name}/"}
-    return module("tensorstore").open({"driver": "zarr", "kvstore": database}, open=True, read=True)
+    return module("tensorstore").open(_store(folder, name), open=True, read=True)
 
 
 def read(folder: Path, name: str, index: Index) -> NDArray[Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -71,9 +71,26 @@ class Group:
         return range(self.owner * number, (self.owner + 1) * number)
 
     @property
-    def is_leader(self) -> bool:
-        """Whether this process is the first of its island: it writes the files of which an owner has one."""
-        return self.me == self.island[0]
+    def islands(self) -> list[tuple[int, ...]]:
+        """The processes of each island."""
+        number = self.processes // self.owners
+        return [tuple(range(i * number, (i + 1) * number)) for i in range(self.owners)]
+
+    def owners_of(self, name: str, homes: Mapping[str, Sequence[int]]) -> tuple[list[tuple[int, ...]], dict[str, int]]:
+        """The owners of a checkpoint, as the processes of each: the islands, and behind them those processes of an
+        island that alone have some arrays. All processes call this together.
+
+        Args:
+          name: of the call.
+          homes: of arrays that are not in this process, but in others of its island, the processes that have them.
+
+        Returns:
+          the owners, and the number of that of each array that not all processes of an island have.
+        """
+        said = [json.loads(text) for text in self.gather(name, json.dumps({k: list(v) for k, v in homes.items()}))]
+        known = {array: tuple(home) for each in said for array, home in each.items()}
+        owners = [*self.islands, *sorted(set(known.values()))]
+        return owners, {array: owners.index(home, self.owners) for array, home in known.items()}
 
     def together(self, name: str, work: Callable[[], T]) -> T:
         """The result of `work`, which every process does.

@@ -80,6 +80,12 @@ Examples: shardc run --hosts a,b train.py --steps 100
     help="A file that all hosts can read, whose content lets processes in; without it one in ~/.shardc.",
 )
 @click.option("--plain-data", is_flag=True, help="Large values go to other hosts unencrypted: for trusted networks.")
+@click.option(
+    "--carrier",
+    type=click.Choice(["put", "links"]),
+    help="Values go between processes of one JAX runtime from device to device, or as bytes over links (default: by "
+    "their devices).",
+)
 @click.option("--bind", metavar="HOST", help="Address of this host that others reach.")
 @click.option("--ray", is_flag=True, help="Start the processes as actors of Ray.")
 @click.option("-m", "module", is_flag=True, help="The script is the name of a module.")

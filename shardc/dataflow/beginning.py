@@ -123,7 +123,9 @@ class LateValues:
             value = LateValue(node, index, first)
             self._values.append(value)
         for k, holders in back.items():
-            value.back.setdefault(k, []).extend(holders)
+            known = value.back.setdefault(k, [])
+            given = bool(known) and all(n is node is known[0][0] for n, _ in holders)  # a node's own: where it gives it
+            value.back[k] = [*holders, *known] if given else [*known, *holders]
         return value
 
     def is_state(self, value: LateValue, k: int) -> bool:
@@ -328,8 +330,10 @@ class Beginning:
             delay = self._built.edges[channel].delay
             for j, values in enumerate(messages):
                 k = delay - (key - rounds) % period - j * period
-                late = [(self.late.of_move[channel, i], x) for i, x in enumerate(take[channel](values))]
-                found |= {(value, k): x for value, x in late if value.home(k) is self._built.edges[channel].taker}
+                for i, x in enumerate(take[channel](values)):
+                    value, edge = self.late.of_move[channel, i], self._built.edges[channel]
+                    if value.back.get(k) and value.back[k][0] == (edge.taker, edge.places(edge.moves[i])[1]):
+                        found[value, k] = x
         return found
 
 

@@ -13,6 +13,7 @@ from shardc.dataflow.network import Edge
 from shardc.dataflow.plan import PlannedFlow, functions_of
 from shardc.dataflow.round import FlowNode
 from shardc.machine.mesh import AnyMesh
+from shardc.machine.puts import HERE
 from shardc.plan.counterfactual import Counterfactual
 from shardc.report.explain_why import stage_title, why_sections
 from shardc.report.tables import (
@@ -242,7 +243,7 @@ def made_text(e: Edge) -> str:
 
 
 def how(e: Edge, meshes: Mapping[AnyMesh, MeshText]) -> _At | str:
-    """`stays`, `to the host`, `to data=4 at B`, with `copied` where the giver keeps a copy."""
+    """`stays`, `to the host`, `to data=4 at B by put`, with `copied` where the giver keeps a copy."""
     moved = [m for m in e.moves if not e.stays(m)]
     copied = ", copied" if any(m.copied for m in e.moves) else ""
     if not moved:
@@ -252,7 +253,8 @@ def how(e: Edge, meshes: Mapping[AnyMesh, MeshText]) -> _At | str:
     if mesh is None:
         return f"to the host{copied}"
     some = there[:MOST] + [f"{len(there) - MOST} more"] * (len(there) > MOST)
-    return _At("to ", meshes[mesh], f" at {' and '.join(some)}{copied}")
+    by = "" if e.carrier == HERE else f" by {e.carrier}"
+    return _At("to ", meshes[mesh], f" at {' and '.join(some)}{by}{copied}")
 
 
 def how_text(e: Edge, meshes: Mapping[AnyMesh, MeshText]) -> str:

@@ -12,8 +12,9 @@ import numpy as np
 from shardc.arrays.frozen import read_only
 from shardc.arrays.place import Place
 from shardc.arrays.placed import as_jax
+from shardc.arrays.remote_array import Arrival, RemoteArray
 from shardc.dataflow.network import Edge
-from shardc.execute.ways import Ways
+from shardc.execute.ways import Way, Ways
 from shardc.sbp.signature import is_extended
 
 LeafMove = Callable[[Any], Any]
@@ -33,18 +34,15 @@ def ways_of(edge: Edge, giver_process: int | None, taker_process: int | None, wi
       giver_process, taker_process: the processes of its nodes, which have values on the host; None: all is here.
       wide: whether numbers of 64 bits are on.
     """
-    given, taken = {"process": giver_process}, {"process": taker_process}
-    return Ways(
-        [
-            replace(
-                w,
-                given=replace(w.given, **given) if w.given.on_host else w.given,
-                taken=replace(w.taken, **taken) if w.taken.on_host else w.taken,
-            )
-            for w in map(edge.way, edge.moves)
-        ],
-        wide,
-    )
+
+    def known(w: Way) -> Way:
+        if w.given.mesh is not None and w.given.mesh == w.taken.mesh:
+            return w
+        given = replace(w.given, process=giver_process) if w.given.on_host else w.given
+        taken = replace(w.taken, process=taker_process) if w.taken.on_host else w.taken
+        return replace(w, given=given, taken=taken)
+
+    return Ways([known(edge.way(m)) for m in edge.moves], wide)
 
 
 def giving(ways: Ways, near: bool) -> LeafMove:
@@ -57,7 +55,9 @@ def giving(ways: Ways, near: bool) -> LeafMove:
     """
     if near and ways.stay:
         return stay
-    enter = [stay if w.stays or w.given.on_host else w.given.enter for w in ways.ways]
+    enter = [
+        stay if w.stays or w.given.on_host or not w.given.is_here else w.given.enter for w in ways.ways
+    ]  # fmt: skip
     move = ways.move if near else ways.leave
     return lambda values: move([to(x) for to, x in zip(enter, values, strict=True)])
 
@@ -80,6 +80,8 @@ def taking(edge: Edge, ways: Ways, arrive: LeafMove) -> LeafMove:
 
 
 def _leaving(place: Place, stays: bool) -> LeafMove:
+    if not place.is_here:
+        return lambda _: elsewhere(place)
     if place.mesh is None or stays or (place.is_plain and not place.on_host):
         return stay
     return _value if place.on_host else place.leave
@@ -87,7 +89,12 @@ def _leaving(place: Place, stays: bool) -> LeafMove:
 
 def entered(place: Place, x: Any) -> Any:
     """A leaf in place, from wherever it is; one that is taken whole as it is."""
-    return x if place.on_host else place.leave(place.enter(x))
+    return x if place.on_host else place.leave(place.enter(x)) if place.is_here else elsewhere(place)
+
+
+def elsewhere(place: Place, arrival: Arrival | None = None) -> RemoteArray:
+    """An array on a mesh of other processes."""
+    return RemoteArray(place.aval, place.at, place.device_mesh, arrival)
 
 
 def stay(x: Any) -> Any:

@@ -10,15 +10,17 @@ from typing import Any, Final, NamedTuple
 
 from jax.sharding import Mesh
 
-from shardc.arrays.place import Place
+from shardc.arrays.place import Place, StagesPlace
 from shardc.dataflow.round import Fixed, FlowNode, Origin, Round
 from shardc.dataflow.timing.resources import Ends, PlacedNode, devices_of, resources_of
 from shardc.dataflow.value import RoundValue
 from shardc.errors import FlowError, MeshError, all_offenders
 from shardc.execute.executable import other_runtimes_text
-from shardc.execute.ways import Way
+from shardc.execute.rank_processes import refuse_apart
+from shardc.execute.ways import Way, Ways
 from shardc.machine.devices import processes_of, runtimes_of
 from shardc.machine.mesh import border
+from shardc.machine.puts import HERE
 from shardc.runtime.actor import Channel, Message, Network, Step
 from shardc.runtime.calls import processes_text
 from shardc.sbp.way import WayPlan
@@ -81,9 +83,16 @@ class Edge:
     def stays(self, move: HandedLeaf) -> bool:
         """Whether a leaf is taken where it is given: on the same devices at the same placement, or on the host."""
         here, there = self.places(move)
-        return here.mesh == there.mesh and (
-            here.placement == there.placement or None in (here.placement, there.placement)
-        )
+        if here.mesh != there.mesh:
+            return False
+        known = here.process is None is there.process  # of a pipeline's stages in several processes
+        return here.placement == there.placement or (known and None in (here.placement, there.placement))
+
+    def stays_near(self, move: HandedLeaf) -> bool:
+        """Whether a leaf stays on its mesh. Leaves of a pipeline in several processes have several meshes: those that
+        stay near have a channel of their own."""
+        here, there = self.places(move)
+        return here.mesh == there.mesh and (here.process is None) == (there.process is None)
 
     def takes_over(self, move: HandedLeaf) -> bool:
         """Whether the taker may overwrite a leaf."""
@@ -93,6 +102,8 @@ class Edge:
         """The way of a leaf, if both ends are here. One that the taker may overwrite is copied if it comes from outside
         of the flow's meshes: a user's array may lie there already."""
         given, taken = self.places(move)
+        if given.process is not None and self.stays(move):  # pieces stay on their stages, each in its process
+            given, taken = Place(given.aval, given.mesh), Place(taken.aval, taken.mesh)
         copied = move.copied or (given.mesh is None and self.takes_over(move))
         return Way(given, taken, border(given.mesh, taken.mesh), copied)
 
@@ -111,6 +122,12 @@ class Edge:
     def boxing_bytes(self) -> int:
         """Bytes of one message that a device sends within the meshes, before the border and behind it."""
         return sum(p.boxing_bytes for p in self.plans)
+
+    @cached_property
+    def carrier(self) -> str:
+        """What carries a message from mesh to mesh, as `Ways.carrier`; `here` too where a leaf goes to a host."""
+        ways = [self.way(m) for m in self.moves if not self.stays(m)]
+        return HERE if any(w.given.on_host or w.taken.on_host for w in ways) else Ways(ways, False).carrier
 
     @property
     def held_bytes(self) -> int:
@@ -153,6 +170,7 @@ class FlowNetwork:
       processes: of the run, those of each actor; the first of them speaks for them.
       edges: by channel.
       constants: for each node the state leaves that it takes and that never change, by argument.
+      whole: for each node in several processes its results that the first of them gets whole.
       ends: the nodes that end a run by having no more.
       apart: the rounds by which shared states let actors be apart; None: any. If it is 0, no node is in a round that is
         not in the inputs and in all loaders.
@@ -178,9 +196,10 @@ class FlowNetwork:
         self.longest = max((e.delay for e in self.edges), default=0)
         self.edges = [self._with_registers(self._safe(e)) for e in self.edges]
         self.network = self._network()
+        self.whole = {n: self._given_whole(n) for n in round.nodes if len(self.processes_of(n)) > 1}
 
     def _edges(self) -> list[Edge]:
-        found: dict[tuple[int, int, int], Edge] = {}
+        found: dict[tuple[int, int, int, bool], Edge] = {}
         for node in self.round.nodes:
             for at, v in enumerate(node.given):
                 if not isinstance(v, RoundValue):
@@ -189,11 +208,12 @@ class FlowNetwork:
                 if origin.node is None:
                     self.constants[node][at] = origin.index
                     continue
-                key = origin.node.number, node.number, origin.delay
-                edge = found.setdefault(key, Edge(origin.node, node, origin.delay))
-                edge.moves.append(HandedLeaf(origin.index, at, tuple(origin.first)))
+                edge, move = Edge(origin.node, node, origin.delay), HandedLeaf(origin.index, at, tuple(origin.first))
+                key = origin.node.number, node.number, origin.delay, edge.stays_near(move)
+                found.setdefault(key, edge).moves.append(move)
             for giver, delay in node.work.waits:
-                found.setdefault((giver, node.number, delay), Edge(self.round.nodes[giver], node, delay))
+                if not any(key[:3] == (giver, node.number, delay) for key in found):
+                    found[giver, node.number, delay, True] = Edge(self.round.nodes[giver], node, delay)
         return list(found.values())
 
     # -- the end of the inputs
@@ -296,13 +316,39 @@ class FlowNetwork:
         """The processes that run a node; the first of them speaks for them."""
         return self.processes[self.actor[node]]
 
+    def holders(self, node: FlowNode, place: Place) -> tuple[int, ...]:
+        """The processes in which a node takes a value that lies at this place."""
+        known = isinstance(place.mesh, Mesh) and not place.on_host
+        return tuple(processes_of(place.devices)) if known else self.processes_of(node)
+
+    def homes(self, node: FlowNode, place: Place) -> tuple[int, ...]:
+        """The processes that have a value that a node has at this place; the first of them speaks for them."""
+        return self.holders(node, place) if place.process is None else (place.process,)
+
+    def _given_whole(self, node: FlowNode) -> set[int]:
+        """The results of a pipeline in pieces that others take, or that are kept: not those that stay on its stages as
+        a part of the state.
+
+        Raises:
+          FlowError: pieces of one are in several processes each.
+        """
+        edges = [e for e in self.edges if e.giver is node and (e.delay > 1 or e.taker is not node)]
+        taken = {m.output for e in edges for m in e.moves}
+        taken |= {o.index for o in self.outs if o is not None and o.node is node}
+        found = {i: p for i in taken if isinstance(p := node.work.gives[i], StagesPlace)}
+        if wrong := [f"result {i}." for i, p in found.items() if any(len(set(x.processes)) > 1 for x in p.pieces)]:
+            head = (
+                f"{self.round.where}: results of {node} are in pieces, as its layers run in a scan, and its stages are "
+                "in several processes each; what others take, or the round returns, cannot be put together then. Give "
+                "each stage devices of one process, or write its layers one after the other:"
+            )
+            raise FlowError(all_offenders(head, wrong))
+        return set(found)
+
     def crosses(self, edge: Edge) -> bool:
         """Whether an edge's values go from process to process: they are sent some time after they are given."""
         giver, taker = self.processes_of(edge.giver), self.processes_of(edge.taker)
-        if giver != taker:
-            return True
-        ends = map(edge.places, edge.moves)
-        return len(giver) > 1 and any(here.mesh != there.mesh for here, there in ends)
+        return giver != taker or (len(giver) > 1 and not all(map(edge.stays_near, edge.moves)))
 
     def is_donated(self, node: FlowNode, output: int, rounds: float = math.inf) -> bool:
         """Whether another node may overwrite a result of this one, less than so many rounds later."""
@@ -380,7 +426,7 @@ def _processes_of_rows(built: FlowNetwork) -> list[tuple[int, ...]]:
 
     Raises:
       MeshError: a mesh has devices of several JAX runtimes.
-      FlowError: nodes that share devices are in unlike processes; or a pipeline, or a shared state, is in several.
+      FlowError: nodes that share devices are in unlike processes; or a shared state is in several.
     """
     found: dict[int, tuple[int, ...]] = {}
     where = built.round.where
@@ -414,12 +460,12 @@ def _processes_of_node(node: FlowNode, where: str) -> tuple[int, ...]:
     for mesh in meshes:
         if len(runtimes_of(mesh.devices.flat)) > 1:
             raise MeshError(f"{where}: the mesh of {node} {other_runtimes_text(mesh)}")
+    refuse_apart(meshes, f"{where}: {node}")
     found = tuple(processes_of(d for m in meshes for d in m.devices.flat))
-    if len(found) > 1 and (node.work.actor is not None or len(node.work.meshes) > 1):
-        kind = "a shared state" if node.work.actor is not None else "a pipeline"
+    if len(found) > 1 and node.work.actor is not None:
         raise FlowError(
-            f"{where}: {kind} of a flow lies in one process, and {node} is in {processes_text(found)}; give it devices "
-            "of one, or a function on one mesh."
+            f"{where}: a shared state of a flow lies in one process, and {node} is in {processes_text(found)}; give it "
+            "devices of one, or a function on one mesh."
         )
     return found
 

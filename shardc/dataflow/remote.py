@@ -13,6 +13,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any, Final
 
 import jax
@@ -20,15 +21,16 @@ import numpy as np
 from jax.sharding import Mesh
 
 from shardc.arrays.fetch import of_words, words
-from shardc.arrays.place import Place, place_of
-from shardc.arrays.placed import as_jax
+from shardc.arrays.place import Place, StagesPlace, place_of
+from shardc.arrays.placed import StackedArray, as_jax
 from shardc.arrays.remote_array import Arrival, RemoteArray, is_remote, is_small
 from shardc.dataflow.beginning import Holder, LateValue, LateValues, SpreadValue, begun
+from shardc.dataflow.moves import elsewhere
 from shardc.dataflow.plan import PlannedFlow
 from shardc.dataflow.round import Fixed, FlowNode, Origin
 from shardc.dataflow.shared import Shared
 from shardc.dataflow.value import RoundValue
-from shardc.errors import RoundFailedError
+from shardc.errors import ArgumentError, MeshError, RoundFailedError, all_offenders
 from shardc.execute.network_run import NetworkRun
 from shardc.execute.process_group import (
     ProcessGroup,
@@ -42,6 +44,8 @@ from shardc.execute.remote_values import bring, whole
 from shardc.machine.devices import me
 from shardc.passes.trace.trace import is_array
 from shardc.runtime.calls import processes_text, refuse_unlike
+from shardc.runtime.cluster import current
+from shardc.runtime.replaced.replay import Replaceable, replaceable
 from shardc.sbp.signature import is_extended
 
 _log: Final = logging.getLogger("shardc")
@@ -128,6 +132,52 @@ def _same(plan: PlannedFlow, rounds: int | None) -> dict[str, str]:
     }
 
 
+def refuse_absent(plan: PlannedFlow) -> None:
+    """Raise if processes of a flow are none of this run, or if another one has all of it.
+
+    Raises:
+      ArgumentError: `process=` of a host function is too high.
+      MeshError: this process has nothing to do.
+    """
+    cluster, where = current(), plan.round.where
+    last = 0 if cluster is None else cluster.processes - 1
+    named = [(n, n.work.process) for n in plan.nodes if n.work.process is not None]
+    wrong = [f"{n}: process={p}." for n, p in named if p > last]
+    if wrong:
+        have = f"processes 0 to {last}" if last else "one process, 0"
+        raise ArgumentError(all_offenders(f"{where}: this run has {have}; process= names one of them:", wrong))
+    all_processes = {p for ps in plan.built.processes for p in ps}
+    if len(all_processes) == 1 and me() not in all_processes:
+        raise MeshError(
+            f"{where}: all of its nodes run in process {min(all_processes)}, and process {me()} would have nothing to "
+            "do; give a function a mesh with devices of another process, or a host function process=, or let that "
+            "process alone run the flow."
+        )
+
+
+def run_facts(plan: PlannedFlow, rounds: int | None, values: Mapping[str, Any]) -> dict[str, str]:
+    """The facts of a run that a process knows which joins it: types, settings, and the values that it has whole."""
+    has = {name: x for name, x in values.items() if given_whole(x) and not is_remote(x)}
+    return {**_same(plan, rounds), **value_facts(has, has.values())}
+
+
+def replaceable_processes(plan: PlannedFlow) -> Replaceable:
+    """The processes that may be replaced while a run goes on: they keep nothing of it that the others cannot give them
+    again. A host function that is given nothing may have a place in its data."""
+    cluster, built = current(), plan.built
+    if cluster is None or cluster.config.per_island > 1 or not (cluster.config.restarts or cluster.config.joins):
+        return Replaceable()
+    makers = {o.node for o in built.state if o.node is not None}
+    holders = [
+        n for n in plan.nodes
+        if n in makers or n.work.actor is not None or n.work.changes
+        or not (n.work.meshes or any(isinstance(x, RoundValue) for x in n.given))
+    ]  # fmt: skip
+    held = {p for n in holders for p in built.processes_of(n)}
+    empty = [channel for channel, e in enumerate(plan.edges) if not e.moves]
+    return replaceable(plan.network, built.processes, held, empty)
+
+
 def values_of_state(
     plan: PlannedFlow, state: Sequence[Any], pending: Mapping[str, Sequence[Any]] | None
 ) -> dict[str, Any]:
@@ -192,6 +242,8 @@ class FlowProcesses:
 
     def __init__(self, plan: PlannedFlow, run: NetworkRun) -> None:
         self.run, self.cluster = run, run.cluster
+        self._first: Sequence[int] = ()
+        """Of each process the first round that it has run in the last run."""
         self._built, self._where = plan.built, plan.round.where
         self._name = f"a run of the flow {plan.name}, its first state"
         self._told = 0, 0
@@ -202,9 +254,10 @@ class FlowProcesses:
         call it together."""
         group = group_of_run()
         assert group is not None
-        said = group.gather(
-            "the end of a flow's run", {"failed": "" if failed is None else json.dumps(failed), "rounds": str(rounds)}
-        )
+        facts = {"failed": "" if failed is None else json.dumps(failed), "rounds": str(rounds)}
+        said = group.gather("the end of a flow's run", {**facts, "first": str(self.run.first)})
+        self.run.end_replaceable()
+        self._first, self.run.first = [int(facts["first"]) for facts in said], 0
         known = [(p, *json.loads(facts["failed"])) for p, facts in enumerate(said) if facts["failed"]]
         if not known:
             return min(int(facts["rounds"]) for facts in said)
@@ -242,6 +295,17 @@ class FlowProcesses:
 
     def brought(self, state: Sequence[Any]) -> list[Any]:
         """The state with those leaves here that a process reads when a run begins that has not made them."""
+        readers = self._readers(state)
+        returned = {f for o in self._built.outs if o is not None for f in self._first_of(o) if isinstance(f, int)}
+        wanted = [i for i in range(len(state)) if i in returned or self._are_apart(readers.get(i, ()))]
+        values = [(state[i], readers.get(i, ()), i in returned) for i in wanted]
+        found = list(state)
+        for i, x in zip(wanted, self._bring(values, self._name), strict=True):
+            found[i] = x
+        return found
+
+    def _readers(self, state: Sequence[Any]) -> dict[int, set[Holder]]:
+        """The nodes that take a leaf of the first state, with its place."""
         readers: dict[int, set[Holder]] = {}
         for edge in self._built.edges:
             for m in edge.moves:
@@ -253,13 +317,10 @@ class FlowProcesses:
         for i, o in enumerate(self._built.state):
             if o.node is not None and i in readers:
                 readers[i].add((o.node, o.node.work.gives[o.index]))
-        returned = {f for o in self._built.outs if o is not None for f in self._first_of(o) if isinstance(f, int)}
-        wanted = [i for i in range(len(state)) if i in returned or self._are_apart(readers.get(i, ()))]
-        values = [(state[i], readers.get(i, ()), i in returned) for i in wanted]
-        found = list(state)
-        for i, x in zip(wanted, self._bring(values, self._name), strict=True):
-            found[i] = x
-        return found
+        for i, x in enumerate(state):
+            if isinstance(x, StackedArray) and all(isinstance(at, StagesPlace) for _, at in readers.get(i, ())):
+                readers.pop(i, None)  # its pieces are on their stages
+        return readers
 
     @staticmethod
     def _first_of(origin: Origin) -> Sequence[int | Fixed]:
@@ -268,7 +329,7 @@ class FlowProcesses:
 
     def _are_apart(self, who: Collection[Holder]) -> bool:
         """Whether a value of these nodes may be missing in the process of one of them."""
-        return len({p for n, _ in who for p in self._processes_of(n)}) > 1
+        return len({p for n, at in who for p in self._built.holders(n, at)}) > 1
 
     def _bring(self, values: Sequence[tuple[Any, Collection[Holder], bool]], what: str = "shardc.fetch") -> list[Any]:
         """Values that nodes of several processes take, in all of these: a value with pieces in other processes is whole
@@ -279,7 +340,8 @@ class FlowProcesses:
           what: the call that they all make.
         """
         each = range(self.cluster.processes)
-        takers = [each if e else sorted({p for n, _ in who for p in self._processes_of(n)}) for _, who, e in values]
+        of = self._built.holders
+        takers = [each if e else sorted({p for n, at in who for p in of(n, at)}) for _, who, e in values]
         found = bring([x for x, *_ in values], what, takers)
         for i, (x, (_, who, everywhere)) in enumerate(zip(found, values, strict=True)):
             if isinstance(x, jax.Array) and not is_remote(x) and not x.is_fully_addressable:
@@ -299,9 +361,9 @@ class FlowProcesses:
         made = {i: o.node for i, o in origins if o.node is not None}
         avals = {i: v.aval for i, v in enumerate(self._built.round.state)}
         gives = {i: o.node.work.gives[o.index] for i, o in origins if o.node is not None}
-        here = {i: _at(gives[i], leaf(i)) for i, n in made.items() if self._is_here(n)}
+        here = {i: _at(gives[i], leaf(i)) for i, n in made.items() if self._is_here(n) and gives[i].is_here}
         told = self.tell([
-            Told(i, avals[i], self._processes_of(n), [here[i]] if i in here else [])
+            Told(i, avals[i], self._built.homes(n, gives[i]), [here[i]] if i in here else [])
             for i, n in made.items() if is_small(avals[i]) or not n.work.meshes
         ])  # fmt: skip
         found: list[Any] = []
@@ -311,13 +373,12 @@ class FlowProcesses:
             elif i in here:
                 found.append(here[i])
             else:
-                found.append(_elsewhere(avals[i], gives[i], told.get(i, ())))
+                found.append(_elsewhere(gives[i], told.get(i, ())))
         return found
 
     def _home(self, value: LateValue, k: int) -> Sequence[int]:
         """The processes that have a late value when a run ends; none: all have it."""
-        home = value.home(k)
-        return () if home is None else self._processes_of(home)
+        return self._built.homes(*value.back[k][0]) if value.back.get(k) else ()
 
     def brought_late(self, late: LateValues, made: Mapping[tuple[LateValue, int], Any]) -> dict[Any, Any]:
         """Late values with those here that nodes of several processes take."""
@@ -344,7 +405,7 @@ class FlowProcesses:
                 told.append(Told(key, value.aval, home, [found[key]] if key in found else []))
         known = self.tell(told)
         away = {key: place for key, place in at.items() if key not in found and known.get(key, True)}
-        return {**found, **{key: _elsewhere(key[0].aval, place, known.get(key, ())) for key, place in away.items()}}
+        return {**found, **{key: _elsewhere(place, known.get(key, ())) for key, place in away.items()}}
 
     def logs(self, logs: Mapping[tuple[FlowNode, int], Sequence[Any]]) -> dict[Any, Sequence[Any]]:
         """The results of all rounds in all processes, by node and result leaf.
@@ -352,11 +413,17 @@ class FlowProcesses:
         Args:
           logs: with the results of nodes of this process.
         """
-        found = self.tell([Told((n, i), n.results[i], self._processes_of(n), xs) for (n, i), xs in logs.items()])
-        return {
-            (n, i): xs if self._is_here(n) else [_elsewhere(n.results[i], n.work.gives[i], (x,)) for x in xs]
+        homes = {(n, i): self._built.homes(n, n.work.gives[i]) for n, i in logs}
+        found = self.tell([Told((n, i), n.results[i], homes[n, i], xs) for (n, i), xs in logs.items()])
+        all_rounds = {
+            (n, i): xs if self.cluster.me in homes[n, i] else [_elsewhere(n.work.gives[i], (x,)) for x in xs]
             for (n, i), xs in found.items()
         }
+        return {(n, i): [None] * (self._lost_rounds(n) // n.every) + [*xs] for (n, i), xs in all_rounds.items()}
+
+    def _lost_rounds(self, node: FlowNode) -> int:
+        """The first rounds of the last run whose results were lost with a process."""
+        return self._first[self._processes_of(node)[0]]
 
     def _processes_of(self, node: FlowNode) -> Sequence[int]:
         return self._built.processes_of(node)
@@ -388,14 +455,20 @@ def _at(place: Place, x: Any) -> Any:
     return begun(place, x) if is_host else x
 
 
-def _elsewhere(aval: Any, place: Place, told: Sequence[Any]) -> Any:
+def _elsewhere(place: Place, told: Sequence[Any]) -> Any:
     """An array that other processes have, of which they may have told the value: fetching it is a call of all."""
-    if not isinstance(place.mesh, Mesh) or place.placement is None or (told and is_extended(aval.dtype)):
+    if place.mesh is None or (told and is_extended(place.dtype)):
         return told[0]
     arrival = Arrival(lambda: np.asarray(told[0])) if told else None
-    return RemoteArray(aval, place.placement, place.mesh, arrival)
+    if not isinstance(place, StagesPlace) or len(place.pieces) == 1:
+        return elsewhere(place.pieces[0] if isinstance(place, StagesPlace) else place, arrival)
+    ends = pairwise(accumulate((p.shape[0] for p in place.pieces), initial=0))
+    rows = [Arrival(lambda a=a, b=b: np.asarray(told[0])[a:b]) if told else None for a, b in ends]
+    return StackedArray(list(map(elsewhere, place.pieces, rows)))
 
 
 def _readable(x: Any) -> Any:
     """A value that this process can read; the processes of its mesh call this together."""
+    if isinstance(x, StackedArray) and any(isinstance(p, RemoteArray) for p in x.pieces):
+        return np.asarray(x)
     return whole(x) if isinstance(x, jax.Array) and not x.is_fully_addressable else x

@@ -118,6 +118,11 @@ class RunResults:
         self._behind = max((o.delay - 1 for o in plan.built.state if o.node is not None), default=0)
         self._lock = threading.Lock()
 
+    def begin_with(self, round: int) -> None:
+        """Begin with this round: those before, another process has run in place of this one."""
+        period = self._plan.network.period
+        self.fired = {s.label: -(-(round - s.round) // period) for row in self._plan.network.actors for s in row}
+
     def keep(self, node: FlowNode, round: int, logged: list[tuple[int, Any]], state: dict[int, Any]) -> None:
         """Record results: of the state, what the last rounds gave that all of its parts have."""
         for i, value in logged:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from time import thread_time
 from typing import Any, Final, TypeAlias
 
@@ -19,6 +20,8 @@ from shardc.dataflow.remote import (
     RunFacts,
     agree_on_run,
     digest_of,
+    replaceable_processes,
+    run_facts,
     values_of_nodes,
     values_of_state,
 )
@@ -27,11 +30,11 @@ from shardc.dataflow.round import FlowNode
 from shardc.dataflow.shared import Shared, pots_of, read_only_what_is_used, shared_works
 from shardc.dataflow.timing.resources import devices_of
 from shardc.dataflow.value import RoundValue
-from shardc.dataflow.work import HostWork
+from shardc.dataflow.work import FunctionWork, HostWork
 from shardc.errors import FlowError, PeerLostError, PipelineError, PipelineTaskError, RoundFailedError
 from shardc.execute.agreement import known_calls
-from shardc.execute.network_run import NetworkRun
-from shardc.execute.pipeline_executable import IN_FLIGHT
+from shardc.execute.network_run import NetworkRun, is_first_call, joins_others
+from shardc.execute.pipeline_executable import IN_FLIGHT, FlowOfPipeline
 from shardc.execute.process_group import group_of_run
 from shardc.execute.recording import Recording
 from shardc.execute.ways import Ways, WaysCodec
@@ -80,11 +83,14 @@ class FlowRun:
         for node, work in works:
             work.locks = self._locks(node)
         self._pots = pots_of(plan.nodes)
+        for node in plan.nodes:
+            if isinstance(node.work, FunctionWork) and node.work.is_wide:
+                node.work.flow = FlowOfPipeline(plan.name, plan.built.whole[node])
         read_only_what_is_used(plan.built)
 
     # -- opening
 
-    def _opened(self) -> Executor:
+    def _opened(self, facts: Callable[[], Mapping[str, str]] | None) -> Executor:
         if self._remote is not None and self._remote.run.is_over:
             self.close()
         if self._executor is None:
@@ -107,20 +113,21 @@ class FlowRun:
                 share=None if network is None else network.share,
             )
             if network is not None:
-                network.open(self._executor)
+                network.open(self._executor, facts)
         return self._executor
 
     def _network_run(self) -> NetworkRun:
         plan = self.plan
         crossing = [c for c in range(len(self._ways)) if not self._stays_near(c)]
         what = f"{plan.round.where}: its nodes"
-        return NetworkRun(plan.network, digest_of(plan), self._processes, WaysCodec(self._ways), what, crossing)
+        return NetworkRun(plan.network, digest_of(plan), self._processes, WaysCodec(self._ways), what, crossing,
+                          replaceable_processes(plan))  # fmt: skip
 
     def _stays_near(self, channel: int) -> bool:
         """Whether each process hands the values of a channel to itself."""
         edge = self._built.edges[channel]
         giver, taker = (self._built.processes_of(n) for n in (edge.giver, edge.taker))
-        return giver == taker and (len(giver) == 1 or self._ways[channel].stay_near)
+        return giver == taker and (len(giver) == 1 or self._ways[channel].are_here)
 
     def _ends(self, edge: Edge) -> tuple[int | None, int | None]:
         """The processes of an edge's nodes that have its values on the host; None if all nodes are in this one."""
@@ -296,14 +303,21 @@ class FlowRun:
     ) -> tuple[list[Any], Rounds]:
         late = self._beginning.late
         made = late.of(pending)
-        self._agree(state, items, rounds, None if made is None else pending)
-        executor, remote = self._opened(), self._remote
-        if made is not None and remote is not None:
-            made = remote.brought_late(late, made)
-        state = self._beginning.own(state if remote is None else remote.brought(state))
+        facts = partial(self._facts, state, rounds, None if made is None else pending)
+        is_first = is_first_call()
+        if not (joins := joins_others()):
+            self._agree(state, items, rounds, None if made is None else pending)
+        executor, remote = self._opened(facts if is_first else None), self._remote
+        if remote is not None and not joins:
+            made = None if made is None else remote.brought_late(late, made)
+            state = remote.brought(state)
+            remote.run.begin_replaceable(facts)
+        state = self._beginning.own(state)
         first, past = self._beginning.first(state, made), self._beginning.past(state, made)
         self._now.run = current = RunResults(self.plan, self._here, state, items, late, past)
         current.record, current.number = record, executor.runs + 1
+        if remote is not None:
+            current.begin_with(remote.run.first)
         if (client := calling_client()) is not None:
             current.turns = client.calling
         for pot in self._pots:
@@ -339,6 +353,11 @@ class FlowRun:
         count, first = (None, []) if items is None else (items.count, items.first)
         agree_on_run(self.plan, group, RunFacts(None if rounds == ENDLESS else rounds, count, first, values))
 
+    def _facts(self, state: Sequence[Any], rounds: int, pending: Any) -> dict[str, str]:
+        """The facts of a run that all processes know."""
+        values = values_of_state(self.plan, state, pending) | values_of_nodes(self.plan, self._shared)
+        return run_facts(self.plan, None if rounds == ENDLESS else rounds, values)
+
     def _executed(
         self, executor: Executor, rounds: int, first: Mapping[Message, Sequence[Any]], current: RunResults
     ) -> list[Span]:
@@ -348,7 +367,8 @@ class FlowRun:
           RoundFailedError: a node failed, here or in another process.
         """
         try:
-            return executor.run(record=current.record, rounds=rounds, first=first)
+            begin = 0 if self._remote is None else self._remote.run.first
+            return executor.run(record=current.record, rounds=rounds, first=first, begin=begin)
         except PipelineTaskError as error:
             raise self._failure(error, current) from error.__cause__
         except PeerLostError:

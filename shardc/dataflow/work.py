@@ -10,13 +10,16 @@ import numpy as np
 from jax.sharding import Mesh
 
 from shardc.arrays.frozen import frozen
-from shardc.arrays.place import Place
+from shardc.arrays.place import Place, StagesPlace
 from shardc.calls.constant_leaves import array_leaves
 from shardc.errors import FlowError, all_offenders
+from shardc.execute.pipeline_executable import FlowOfPipeline
+from shardc.machine.devices import processes_of
 from shardc.machine.mesh import AnyMesh, view
 from shardc.passes.trace.trace import Arguments, is_array, path_text
+from shardc.pipeline.cut_search.split_scans import Piece
 from shardc.pipeline.schedule.turns import PartlyHeld
-from shardc.sbp.placement import Placement
+from shardc.plan.borders import Border
 from shardc.sbp.signature import is_extended
 
 
@@ -92,6 +95,7 @@ class Callee(Protocol):
     def meshes(self) -> tuple[AnyMesh, ...]: ...
     def plan(self, *args: Any, **kwargs: Any) -> Any: ...
     def compile(self, *args: Any, **kwargs: Any) -> Any: ...
+    def compile_in_flow(self, flow: FlowOfPipeline, *args: Any, **kwargs: Any) -> Any: ...
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
 
@@ -122,6 +126,10 @@ class FunctionWork:
 
     def __init__(self, function: Callee, leaves: Sequence[Any], tree: Any) -> None:
         self._function, self._tree, self.meshes = function, tree, function.meshes
+        self._callee: Any = function
+        self._processes: Sequence[int] = _processes(function.meshes) if len(function.meshes) > 1 else []
+        self.flow: FlowOfPipeline | None = None
+        """Of a pipeline in several processes, the flow that runs it."""
         self.make_plan(leaves)
 
     def make_plan(self, leaves: Sequence[Any]) -> None:
@@ -137,14 +145,18 @@ class FunctionWork:
         known = function.arguments.flatten(args, kwargs).leaves
         arrays = [(name, x) for name, x, given in zip(call.names, call.leaves, known, strict=True) if is_array(given)]
         program = self.plan.program
-        taken = zip(arrays, program.in_avals, self.plan.inputs, strict=False)  # captured arrays follow
-        for (name, x), aval, placement in taken:
+        if mesh is not None:
+            taken = [Place(_known(a), mesh, p) for a, p in zip(program.in_avals, self.plan.inputs, strict=True)]
+            self.gives = [Place(_known(a), mesh, p) for a, p in zip(program.out_avals, self.plan.outputs, strict=True)]
+        else:
+            taken = self._on_stages(program.in_avals, self.plan.pieces.inputs, self.plan.in_borders, True)
+            self.gives = self._on_stages(program.out_avals, self.plan.pieces.outputs, self.plan.out_borders, False)
+        for (name, x), place in zip(arrays, taken, strict=False):  # captured arrays follow
             if isinstance(x, _LeafSlot):
-                takes[x.index] = self._place(aval, mesh, placement)
+                takes[x.index] = place
                 if name in function.donates:
                     donated.add(x.index)
         self.takes, self.donated = takes, frozenset(donated)
-        self.gives = [self._place(a, mesh, p) for a, p in zip(program.out_avals, self.plan.outputs, strict=True)]
         self.out_tree = program.out_tree
         self._arrays = array_leaves(self.out_tree)
         self.results = [g.aval for g in self.gives]
@@ -152,10 +164,30 @@ class FunctionWork:
         memory = self.plan.memory
         self.peak = max(0, memory.peak - memory.arguments) if mesh is not None else 0
 
-    def _place(self, aval: Any, mesh: AnyMesh | None, placement: Placement) -> Place:
-        """The place of an argument or a result; a pipeline says none."""
-        known = jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
-        return Place(known, self.meshes[0], None if mesh is None else placement)
+    def _on_stages(
+        self, avals: Sequence[Any], pieces: Sequence[Piece], borders: Sequence[Border], is_taken: bool
+    ) -> list[Place]:
+        """The places of a pipeline's arguments, or results. In several processes a leaf in one piece is on the mesh of
+        its stage; one in several pieces is taken whole by all of them, and given by the first one."""
+        found: dict[int, list[Place]] = {}
+        for piece, b in zip(pieces, borders, strict=True):
+            place = Place(_known(b.aval), self.meshes[self.plan.stages[b.stage].rank], b.placement)
+            found.setdefault(piece.number, []).append(place)
+        places: list[Place] = []
+        for number, aval in enumerate(avals):
+            parts = tuple(found.get(number, ()))
+            if self.is_wide and len(parts) == 1:
+                places.append(parts[0])
+                continue
+            first = self._processes[0] if self.is_wide else None
+            others = tuple(self._processes[1:]) if is_taken else ()
+            places.append(StagesPlace(_known(aval), self.meshes[0], None, first, parts, others))
+        return places
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether this is a pipeline in several processes."""
+        return len(self._processes) > 1
 
     def settle(self, at: Mapping[int, Any]) -> bool:
         """Plan the function again if arguments lie elsewhere on its mesh than where it takes them: what that moves is a
@@ -181,16 +213,32 @@ class FunctionWork:
         if not all(isinstance(m, Mesh) for m in self.meshes):
             return
         args, kwargs = self._tree.unflatten(self._leaves)
-        self._function.compile(*args, **kwargs)
+        if self.flow is None:
+            self._function.compile(*args, **kwargs)
+        elif self._callee is self._function:
+            self._callee = self._function.compile_in_flow(self.flow, *args, **kwargs)
+        else:
+            _ = self._callee.executable.compiled  # opens its network again
 
     def end(self) -> None:
-        """Nothing is held."""
+        """End the threads of a pipeline in several processes."""
+        if self._callee is not self._function:
+            self._callee.executable.close()
 
     def run(self, given: list[Any], round: int) -> Sequence[Any]:
         del round
         args, kwargs = self._tree.unflatten(given)
-        leaves = jax.tree.leaves(self._function(*args, **kwargs))
+        leaves = jax.tree.leaves(self._callee(*args, **kwargs))
         return [leaves[i] for i in self._arrays]
+
+
+def _known(aval: Any) -> Any:
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
+
+
+def _processes(meshes: Sequence[AnyMesh]) -> Sequence[int]:
+    """The processes of meshes with devices."""
+    return processes_of(d for m in meshes if isinstance(m, Mesh) for d in m.devices.flat)
 
 
 class HostWork:

@@ -80,15 +80,24 @@ def gone_text(program: Program, args: Sequence[Any]) -> str:
     return f"\n  lost (donated): {', '.join(gone)}\n  all other arguments are unchanged." if gone else ""
 
 
+def drop(leaves: Sequence[Any], numbers: Iterable[int]) -> None:
+    """Delete the arrays with these numbers."""
+    for i in numbers:
+        if i < len(leaves) and isinstance(x := leaves[i], jax.Array) and not x.is_deleted():
+            x.delete()
+
+
 class Executable:
     """A compiled plan. A call takes the flat arguments that are arrays, and returns the flat results.
 
     Attributes:
       moves_arguments: False: arrays that live elsewhere than planned are refused.
+      unchecked: whether the next call is to be checked, because it is the first (`check="first"`).
       absent: whether it is compiled for a machine that is not there.
     """
 
     moves_arguments = False
+    unchecked = False
 
     def __init__(self, plan: PlacedProgram, mesh: AnyMesh, token: bool = False) -> None:
         """Compile a plan.
@@ -132,7 +141,7 @@ class Executable:
         whole = NamedSharding(mesh, PartitionSpec())
         jit = functools.partial(
             jax.jit,
-            self._sharded(),
+            self._ordered_function(),
             in_shardings=tuple(self.in_shardings[i] for i in self._in_order),
             out_shardings=[*(self._out_shardings[i] for i in self._out_order), *[whole] * self._has_token],
         )
@@ -150,46 +159,50 @@ class Executable:
         plan, mesh = self.plan, self.mesh
         return Agreement(plan, lambda: group_of_mesh(mesh), lambda: digest_of([plan]))  # it does not hold this object
 
-    def _sharded(self) -> Any:
-        plan, low = self.plan, self._low
-        partial_in = [bool(p.partial_axes) for p in plan.inputs]
+    def local(self, low: Lowering, pieces: Sequence[Any]) -> list[Any]:
+        """The pieces of the results on a device, from those of the inputs."""
+        plan = self.plan
+        given = [lax.squeeze(x, (0,)) if p.partial_axes else x for x, p in zip(pieces, plan.inputs, strict=True)]
+        results = low.run(plan.boxed.jaxpr, given)
+        done: list[Any] = []
+        for k, (x, p, aval) in enumerate(zip(results, plan.outputs, plan.program.out_avals, strict=True)):
+            if k in plan.host_outputs:
+                done.append(x)
+                continue
+            x = low.hide_padding(jax.numpy.asarray(x, aval.dtype), tuple(aval.shape), p)
+            x = compat.as_aval(x, aval)
+            done.append(lax.expand_dims(x, (0,)) if p.partial_axes else x)
+        return done
 
-        def local(*pieces: Any) -> list[Any]:
-            args = [lax.squeeze(x, (0,)) if partial else x for x, partial in zip(pieces, partial_in, strict=True)]
-            results = low.run(plan.boxed.jaxpr, args)
-            done: list[Any] = []
-            for k, (x, p, aval) in enumerate(zip(results, plan.outputs, plan.program.out_avals, strict=True)):
-                if k in plan.host_outputs:
-                    done.append(x)
-                    continue
-                x = low.hide_padding(jax.numpy.asarray(x, aval.dtype), tuple(aval.shape), p)
-                x = compat.as_aval(x, aval)
-                done.append(lax.expand_dims(x, (0,)) if p.partial_axes else x)
-            return done
-
-        local.__name__ = plan.program.name
+    def sharded(self, local: Callable[[Sequence[Any]], Any], out_specs: Any) -> Callable[..., list[Any]]:
+        """The function of physical arrays that runs `local` on the pieces of each device."""
+        plan = self.plan
         avals = plan.program.in_avals
         all_empty = all(0 in a.shape and isinstance(a.dtype, np.dtype) for a in avals)  # Shardy takes no such operands
 
         def made() -> list[Any]:
             held = [local_shape(a.shape, p, self._sizes) for a, p in zip(avals, plan.inputs, strict=True)]
             pieces = [jax.numpy.zeros(s, a.dtype) for s, a in zip(held, avals, strict=True)]
-            return local(*(x[None] if partial else x for x, partial in zip(pieces, partial_in, strict=True)))
+            return local([x[None] if p.partial_axes else x for x, p in zip(pieces, plan.inputs, strict=True)])
 
-        sharded = jax.shard_map(
-            made if all_empty else local,
+        mapped = jax.shard_map(
+            made if all_empty else lambda *pieces: local(pieces),
             mesh=self.mesh,
             in_specs=() if all_empty else tuple(physical_spec(p) for p in plan.inputs),
-            out_specs=[physical_spec(p) for p in plan.outputs],
+            out_specs=out_specs,
             check_vma=False,
         )
+        return lambda *args: mapped(*(() if all_empty else args))
+
+    def _ordered_function(self) -> Any:
+        """The function to compile: its donated arguments, and the results that take their buffers, come first."""
+        sharded = self.sharded(lambda xs: self.local(self._low, xs), [physical_spec(p) for p in self.plan.outputs])
 
         def ordered(*args: Any) -> list[Any]:
-            given = [x for _, x in sorted(zip(self._in_order, args, strict=True), key=lambda pair: pair[0])]
-            out = sharded(*(() if all_empty else given))
+            out = sharded(*(x for _, x in sorted(zip(self._in_order, args, strict=True), key=lambda pair: pair[0])))
             return [*(out[i] for i in self._out_order), *[jax.numpy.zeros(0, bool)] * self._has_token]
 
-        ordered.__name__ = plan.program.name
+        ordered.__name__ = self.plan.program.name
         return ordered
 
     def is_plain_input(self, i: int) -> bool:
@@ -235,6 +248,16 @@ class Executable:
           GoneError: arguments were donated to an earlier call.
           StepFailedError: it failed after donated buffers were taken.
         """
+        args = self.entered(leaves)
+        self._drop_moved(leaves, args)
+        return self.launch(args)
+
+    def entered(self, leaves: Sequence[Any]) -> list[Any]:
+        """The physical arguments of a call.
+
+        Raises:
+          OtherCallError: the arguments have other types or placements than in the plan.
+        """
         plan = self.plan
         wrong = [
             f"{path}: planned at {p or 'B'}, but passed as {x.placement if is_placed(x) else x.sharding}; move it with "
@@ -244,9 +267,7 @@ class Executable:
         ]
         if wrong:
             raise OtherCallError(all_offenders(f"{plan.program.name}: not the call that was compiled:", wrong))
-        args = [self.enter(i, x) for i, x in enumerate(leaves)]
-        self._drop_moved(leaves, args)
-        return self.launch(args)
+        return [self.enter(i, x) for i, x in enumerate(leaves)]
 
     def _drop_moved(self, leaves: Sequence[Any], args: Sequence[Any]) -> None:
         """Delete donated arrays that were copied to another memory, so that they take no memory while the plan runs."""
@@ -279,11 +300,24 @@ class Executable:
                     "  its arguments are unchanged. Did another process end?"
                 ) from error
             raise
+        return self.leave(found)
+
+    def leave(self, found: list[Any]) -> list[Any]:
+        """The results that physical arrays stand for."""
         if self._empty_out:
             found = [self._cut_empty(i, x) if i in self._empty_out else x for i, x in enumerate(found)]
         if self._all_plain:
             return found
         return [place.leave(x) for x, place in zip(found, self._outputs, strict=True)]
+
+    def drop_donated(self, leaves: Sequence[Any]) -> None:
+        """Delete the donated arguments of a call whose program ran on copies."""
+        drop(leaves, self._donated)
+
+    @property
+    def captured(self) -> list[Any]:
+        """The physical arrays that the program closes over: its last inputs."""
+        return self._captured
 
     def _refuse_gone(self, what: str, args: Mapping[int, Any]) -> None:
         """Raise GoneError if arguments, by number, were donated to an earlier call."""
@@ -303,6 +337,11 @@ class Executable:
                 with without_mesh():
                     own[i] = args[i].copy()
         return own
+
+    def with_copies(self, args: Sequence[Any]) -> list[Any]:
+        """Physical arguments, with copies of those that a call takes."""
+        with without_mesh():
+            return [x.copy() if i in self._donated else x for i, x in enumerate(args)]
 
     def run(self, args: Sequence[Any]) -> list[Any]:
         """The physical results of physical arguments, including captured ones."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from time import perf_counter
 from typing import Any, Final, TypeAlias
@@ -23,7 +23,9 @@ from shardc.compat import Var
 from shardc.errors import MeshError, PeerLostError, PipelineError, PipelineTaskError, ShardcError
 from shardc.execute.agreement import Agreement
 from shardc.execute.at_work import line_if_long
-from shardc.execute.executable import Executable, OtherCallError, gone_text, report_failure
+from shardc.execute.check.check import Checker
+from shardc.execute.check.report import CheckReport, merged
+from shardc.execute.executable import Executable, OtherCallError, drop, gone_text, report_failure
 from shardc.execute.network_run import NetworkRun
 from shardc.execute.process_group import group_of_run
 from shardc.execute.rank_processes import RankProcesses
@@ -34,6 +36,7 @@ from shardc.ir.host_callback import CALLBACKS
 from shardc.ir.walk import all_eqns
 from shardc.machine.ahead import is_absent
 from shardc.machine.mesh import AnyMesh, note_stages
+from shardc.machine.puts import LINKS
 from shardc.passes.audit.audit import Audit, audit_all
 from shardc.passes.audit.hlo_schedule import Scheduled, read_schedule
 from shardc.passes.trace.trace import settings
@@ -63,6 +66,19 @@ THREADS: Final = max(1, (os.cpu_count() or 1) // 2)
 """Threads that launch programs, at most one for each actor. They do little else, and XLA:CPU needs cores too."""
 
 
+@dataclass(frozen=True)
+class FlowOfPipeline:
+    """The flow of which a pipeline is a node: the processes of its ranks run it alone.
+
+    Attributes:
+      name: of the flow.
+      whole: the numbers of results in pieces that the first process gets whole.
+    """
+
+    name: str
+    whole: Collection[int]
+
+
 class _StageState:
     """The values that a stage holds while a call runs: its residents, by variable."""
 
@@ -72,17 +88,21 @@ class _StageState:
         self.places = places(stage.program.program.in_avals, mesh, stage.plan.inputs)
 
 
-class _TimedTasks:
-    """Runs tasks, and waits for each one in a measured call.
+class _WatchedTasks:
+    """Runs tasks, waits for each one in a measured call, and keeps what each takes first in a checked call.
 
     It is an object of its own so that no actor's thread keeps the pipeline alive.
     """
 
     def __init__(self) -> None:
         self.waited: dict[Any, tuple[float, float]] | None = None  # by label, the time on the devices
+        self.taken: dict[Executable, list[Any]] | None = None
+        self.number = 0  # of the call
 
     def run(self, label: Any, executable: Executable, given: list[Any]) -> list[Any]:
-        waited = self.waited
+        waited, taken = self.waited, self.taken
+        if taken is not None and executable not in taken:
+            taken[executable] = [x.copy() for x in given]  # a later task may take the buffer
         if waited is None:
             return executable.run(given)
         jax.block_until_ready(given)
@@ -97,27 +117,31 @@ class PipelineExecutable:
 
     Attributes:
       moves_arguments: True: its stages take an array from wherever it is.
+      unchecked: whether the next call is to be checked, because it is the first (`check="first"`).
       absent: whether it is compiled for a machine that is not there.
     """
 
     moves_arguments = True
+    unchecked = False
 
     def __init__(
-        self, plan: MpmdPlan, meshes: Sequence[AnyMesh], known: Mapping[TaskId, Executable] | None = None
-    ) -> None:
+        self, plan: MpmdPlan, meshes: Sequence[AnyMesh], known: Mapping[TaskId, Executable] | None = None,
+        flow: FlowOfPipeline | None = None,
+    ) -> None:  # fmt: skip
         """Compile a plan.
 
         Args:
           plan: the plan.
           meshes: the mesh of each rank, with devices.
           known: executables of its tasks that exist already.
+          flow: what runs it as a node.
         """
         if not all(isinstance(m, Mesh) for m in meshes):
             raise MeshError(
                 f"{plan.program.name} is planned for {plan.mesh}, a mesh without devices; make the mesh without "
                 "`topology=` to run it."
             )
-        self.plan = plan
+        self.plan, self._flow = plan, flow
         self.settings = settings()
         self._ranks = tuple(meshes)
         self.places = RankProcesses.of(meshes, plan.program.name)
@@ -144,7 +168,7 @@ class PipelineExecutable:
         self._avals = [(tuple(a.shape), a.dtype) for a in plan.program.in_avals]
         self._captured = list(plan.program.captured)
         self._last: Recording | None = None
-        self._watch = _TimedTasks()
+        self._watch = _WatchedTasks()
         self._executor: Executor | None = None
         self._remote: NetworkRun | None = None
 
@@ -194,19 +218,25 @@ class PipelineExecutable:
         plan, steps = self.plan, self._steps
         remote = None
         if self.agreement is not None:
-            self.agreement.agree_on_plan()
-            what = f"{plan.program.name}: its stages"
-            remote = NetworkRun(plan.network, plan.digest, self.places.of_rank, WaysCodec(self._ways), what)
+            digest, codec, what = plan.digest, WaysCodec(self._ways), f"{plan.program.name}: its stages"
+            if self._flow is None:
+                self.agreement.agree_on_plan()
+            else:  # all have compared the flow
+                digest = f"{digest} of {self._flow.name} in {self.places.all}"  # others may open a like one
+            remote = NetworkRun(
+                plan.network, digest, self.places.of_rank, codec, what, self._crossing, inner=self._flow is not None
+            )  # fmt: skip
         self.compile_tasks()
         tokens = {s.label: [None] * len(s.gives) for row in plan.network.actors for s in row}
         programs = 3 if any(w is not None and w.boxes for w in self._ways) else 1  # a step's own, before and after it
         window = max(1, IN_FLIGHT // plan.schedule.ranks // programs)
+        wide = any(len(ps) > 1 for ps in self.places.of_rank)  # their actors wait for other processes
         executor = Executor(
             plan.network,
-            lambda label: self._task(label, steps.get(label), tokens[label]),
+            lambda label: self._task(label, steps.get(label), tokens[label], remote),
             transports=self._transport,
             limit=LaunchLimit(window, jax.block_until_ready, _is_ready),
-            threads=Threads(plan.schedule.ranks if self._calls_back() else THREADS, plan.program.name),
+            threads=Threads(THREADS if not (self._calls_back() or wide) else plan.schedule.ranks, plan.program.name),
             share=None if remote is None else remote.share,
         )
         if remote is not None:
@@ -240,26 +270,29 @@ class PipelineExecutable:
 
     def _transport(self, channel: Channel) -> Transport:
         """The function that moves a message of a channel within this process, or readies it for a link."""
-        ways = self._ways[next(i for i, c in enumerate(self.plan.network.channels) if c is channel)]
+        number = next(i for i, c in enumerate(self.plan.network.channels) if c is channel)
+        ways = self._ways[number]
         if ways is None or ways.stay or not self.places.is_here(channel.source):
             return _stay
-        if self.places.are_apart(channel.source, channel.target):
-            return ways.leave
-        if not ways.stay_near:
-            raise MeshError(
-                f"{self.plan.program.name}: ranks {channel.source} and {channel.target} share their processes, and "
-                f"values of {channel.name} have other placements on either; give these ranks meshes of equal sizes."
-            )
-        return ways.move
+        return ways.leave if number in self._crossing else ways.move
+
+    @cached_property
+    def _crossing(self) -> set[int]:
+        """The channels whose values go from process to process."""
+        ends = enumerate(zip(self.plan.network.channels, self._ways, strict=True))
+        return {
+            i for i, (c, w) in ends if w is not None and (self.places.are_apart(c.source, c.target) or not w.are_here)
+        }  # fmt: skip
 
     def _calls_back(self) -> bool:
         """Whether a task has callbacks. XLA:CPU runs it while it is launched, so each actor needs a thread."""
         eqns = (e for x in self._task_executables() for e in all_eqns(x.plan.boxed.jaxpr))
         return any(e.primitive.name in CALLBACKS for e in eqns)
 
-    def _task(self, label: Any, step: StepValues | None, tokens: list[None]) -> Task:
+    def _task(self, label: Any, step: StepValues | None, tokens: list[None], remote: NetworkRun | None) -> Task:
         if step is not None:
-            return Task(self._runner(label, step, self._arriving[label]), source=_lines_of(step.task))
+            together = self._together(self.plan.stages[step.task.id.stage].rank, remote)
+            return Task(self._runner(label, step, self._arriving[label], together), source=_lines_of(step.task))
         return Task(lambda _: tokens, settled=label in map(done_label, range(self.plan.schedule.ranks)))
 
     @cached_property
@@ -271,7 +304,17 @@ class PipelineExecutable:
             for s in steps
         }
 
-    def _runner(self, label: Any, step: StepValues, arriving: Sequence[tuple[int, Ways]]) -> Runner:
+    def _together(self, rank: int, remote: NetworkRun | None) -> Callable[[], None]:
+        """The function that waits, in a call, until all processes of a rank have come to its next step: a program that
+        some of them do not launch, because the call is stopped, never ends in the others."""
+        if remote is None or len(self.places.of_rank[rank]) == 1:
+            return lambda: None
+        network, watch = remote.network, self._watch
+        return lambda: network.together(watch.number, rank)
+
+    def _runner(
+        self, label: Any, step: StepValues, arriving: Sequence[tuple[int, Ways]], together: Callable[[], None]
+    ) -> Runner:
         """The function that a step runs: it picks the task's inputs, launches it, and hands out its results."""
         state = self._states[step.task.id.stage]
         residents = state.residents
@@ -281,6 +324,7 @@ class PipelineExecutable:
         wide = bool(settings()[0])  # the actor's thread lacks this setting, and callbacks into Python read it
 
         def run(values: list[Any]) -> list[Any]:
+            together()
             for i, ways in arriving:
                 values[i] = ways.arrive(values[i])
             for v, (i, j) in incoming:
@@ -341,6 +385,39 @@ class PipelineExecutable:
         finally:
             self._watch.waited = None
 
+    def check(self, leaves: Sequence[Any]) -> tuple[CheckReport, list[Any]]:
+        """Run the plan, and hold the first run of each task against one device. Nothing is donated.
+
+        Raises:
+          PipelineError: its stages run in several processes.
+        """
+        name = self.plan.program.name
+        if self.places.are_several:
+            raise PipelineError(
+                f"{name}: its stages run in several processes, and a check reads the pieces of all devices in one; "
+                "check it in a run of one process."
+            )
+        own = [x.copy() if i in self._donated and isinstance(x, jax.Array) else x for i, x in enumerate(leaves)]
+        self._watch.taken = {}
+        try:
+            found = jax.block_until_ready(self.launch(own))
+            taken = self._watch.taken
+        finally:
+            self._watch.taken = None
+        reports: list[CheckReport] = []
+        while taken:  # what a task took is freed when it is checked
+            executable, given = taken.popitem()
+            reports.append(replace(Checker(executable).check(given)[0], where=executable.plan.program.name))
+        return merged(reports[::-1]), found
+
+    @cached_property
+    def _donated(self) -> list[int]:
+        return [i for i, b in enumerate(self.plan.in_borders) if b.known.donated]
+
+    def drop_donated(self, leaves: Sequence[Any]) -> None:
+        """Delete the donated arguments of a call that ran on copies."""
+        drop(leaves, self._donated)
+
     def launch(self, args: Sequence[Any]) -> list[Any]:
         """Run the plan on the arguments of the flat call."""
         whole = [*args, *self._captured]
@@ -349,6 +426,7 @@ class PipelineExecutable:
                 raise TypeError("not the call that was compiled")  # the caller then makes the call without the cache
         executor, remote = self.compiled, self._remote
         begin, run = perf_counter(), executor.runs + 1
+        self._watch.number = run
         try:
             try:
                 named = zip(self.plan.program.in_paths, args, strict=False)
@@ -384,7 +462,7 @@ class PipelineExecutable:
         plan, remote = self.plan, self._remote
         if remote is not None:
             for i, to in self._shared.items():
-                if _lives_on(parts[i], self._homes[i]) and not is_small(plan.pieces.program.in_avals[i]):
+                if _lives_on(parts[i], self._homes[i]) and not self._is_told(plan.pieces.program.in_avals[i]):
                     remote.send(run, len(self._exits) + i, parts[i], to)
         near: dict[int, Any] = {}  # what another process sends, it sends once, also to two ranks of this one
         entered: dict[tuple[int, NamedSharding], jax.Array] = {}  # an argument of two stages of a rank is put once
@@ -434,19 +512,27 @@ class PipelineExecutable:
                 found[i] = self._result(i, v, stage, state, run)
         return self._exit.assemble([found[i] for i in range(len(found))])
 
+    def _is_told(self, aval: Any) -> bool:
+        """Whether a result of this type comes to all processes; a flow asks for those that it hands on."""
+        return self._flow is None and is_small(aval)
+
     def _result(self, i: int, v: Any, stage: Stage, state: _StageState, run: int) -> Any:
         exit, aval, remote = self._exits[i], self.plan.pieces.program.out_avals[i], self._remote
-        here = self.places.is_here(stage.rank)
+        here, first = self.places.is_here(stage.rank), self.places.all[0]
+        is_whole = self._flow is not None and self.plan.pieces.outputs[i].number in self._flow.whole
         if compat.is_literal(v):
             value = Arrival(lambda: np.asarray(v.val))
             return exit.enter(v.val) if here else RemoteArray(aval, exit.at, exit.device_mesh, value)
         if here:
-            if remote is not None and is_small(aval):  # in all processes of the rank: fetching it may take them all
+            if remote is not None and self._is_told(aval):  # in all processes of the rank: it may take them all
                 to = remote.others(self.places.of_rank[stage.rank]) if self.places.speaks_for(stage.rank) else []
                 remote.send(run, i, exit.leave(state.residents[v]), to)
+            elif remote is not None and is_whole and not self.places.is_of(stage.rank, first):
+                x = exit.leave(state.residents[v].copy())  # a later call may take its memory before it is sent
+                remote.send(run, i, x, [first] if self.places.speaks_for(stage.rank) else [])
             return state.residents[v]
         assert remote is not None
-        if is_small(aval):
+        if self._is_told(aval) or (is_whole and self.places.me == first):
             return remote.arriving(run, i, aval, exit.at, exit.device_mesh)
         return RemoteArray(aval, exit.at, exit.device_mesh)
 
@@ -507,12 +593,14 @@ class PipelineExecutable:
 
     def audit(self) -> Audit:
         """Compare the collectives in the compiled HLO of every task of this process with the plan's, and the bytes that
-        the calls so far have sent from mesh to mesh."""
+        the calls so far have sent from mesh to mesh. Links that carry values are measured."""
         whole = audit_all([e.audit() for e in self._task_executables()])
         ways = [w for w in self._ways if w is not None]
         where = f"process {self.places.me}" if self.places.are_several else ""
         crossed, planned = sum(w.sent for w in ways), sum(w.planned for w in ways)
-        return replace(whole, where=where, crossed=crossed, planned_crossed=planned)
+        linked = [i for i, w in enumerate(self._ways) if w is not None and w.carrier == LINKS]
+        links = {} if self._remote is None else self._remote.speeds(linked)
+        return replace(whole, where=where, crossed=crossed, planned_crossed=planned, links=links)
 
     def schedule(self) -> list[Scheduled]:
         """The collectives of every task of this process, once each, and what it runs beside them."""

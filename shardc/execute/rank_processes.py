@@ -39,21 +39,8 @@ class RankProcesses:
         for rank, mesh in enumerate(meshes):
             if len(runtimes_of(mesh.devices.flat)) > 1:
                 raise MeshError(f"{where}: the mesh of rank {rank} {other_runtimes_text(mesh)}")
+        refuse_apart(meshes, where)
         found = tuple(tuple(processes_of(m.devices.flat)) for m in meshes)
-        wrong = [
-            f"rank {a} is in processes {_text(found[a])}, rank {b} in {_text(found[b])}"
-            for a, b in combinations(range(len(found)), 2)
-            if set(found[a]) & set(found[b])
-            and max(len(found[a]), len(found[b])) > 1
-            and _layout(meshes[a]) != _layout(meshes[b])
-        ]
-        if wrong:
-            head = (
-                f"{where}: two ranks of a pipeline are either in other processes, or in the same ones with as many "
-                "devices in each; make the pipeline's axis the first one of the mesh, and of a size that divides the "
-                "number of processes or is divided by it:"
-            )
-            raise MeshError(all_offenders(head, wrong))
         if is_absent(meshes[0]):
             return cls(((me(),),) * len(meshes), me())
         made = cls(found, me())
@@ -81,7 +68,11 @@ class RankProcesses:
 
     def is_here(self, rank: int) -> bool:
         """Whether this process runs a rank."""
-        return self.me in self.of_rank[rank]
+        return self.is_of(rank, self.me)
+
+    def is_of(self, rank: int, process: int) -> bool:
+        """Whether a process runs a rank."""
+        return process in self.of_rank[rank]
 
     def are_apart(self, a: int, b: int) -> bool:
         """Whether other processes run one rank than the other."""
@@ -94,6 +85,26 @@ class RankProcesses:
     def text(self, rank: int) -> str:
         """The processes of a rank: `process 1` or `processes 2, 3`."""
         return processes_text(self.of_rank[rank])
+
+
+def refuse_apart(meshes: Sequence[Mesh], where: str) -> None:
+    """Raise MeshError if two ranks on these meshes share some processes and not all, or their devices lie differently
+    in these."""
+    found = [processes_of(m.devices.flat) for m in meshes]
+    wrong = [
+        f"rank {a} is in processes {_text(found[a])}, rank {b} in {_text(found[b])}"
+        for a, b in combinations(range(len(found)), 2)
+        if set(found[a]) & set(found[b])
+        and max(len(found[a]), len(found[b])) > 1
+        and _layout(meshes[a]) != _layout(meshes[b])
+    ]
+    if wrong:
+        head = (
+            f"{where}: two ranks of a pipeline are either in other processes, or in the same ones with as many devices "
+            "in each; make the pipeline's axis the first one of the mesh, and of a size that divides the number of "
+            "processes or is divided by it:"
+        )
+        raise MeshError(all_offenders(head, wrong))
 
 
 def _text(processes: Sequence[int]) -> str:

@@ -11,7 +11,7 @@ import numpy as np
 from shardc.arrays.fetch import of_words, words
 from shardc.arrays.pieces import pack_array, unpack_array
 from shardc.arrays.placed import PlacedArray, StackedArray
-from shardc.arrays.remote_array import RemoteArray, is_remote
+from shardc.arrays.remote_array import RemoteArray, home_of, is_remote
 from shardc.errors import ClusterError, number_text
 from shardc.execute.process_group import group_of_run
 from shardc.machine.devices import processes_of
@@ -64,7 +64,8 @@ def _joined(x: Any, parts: Sequence[Any], brought: Sequence[Any]) -> Any:
 def _bring(parts: Sequence[Any], to: Sequence[Collection[int]], cluster: Cluster, what: str) -> list[Any]:
     group = group_of_run()
     assert group is not None
-    marks = "".join("-" if is_remote(x) else "+" for x in parts)
+    has = [not is_remote(x) if isinstance(x, RemoteArray) else not home_of(x) for x in parts]
+    marks = "".join("+" if it else "-" for it in has)
     said = [facts["has"] for facts in group.gather(f"{what} of {number_text(len(parts), 'array')}", {"has": marks})]
     found = list(parts)
     for i, (x, takers) in enumerate(zip(parts, to, strict=True)):

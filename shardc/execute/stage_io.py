@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -15,6 +16,7 @@ from shardc.arrays.placed import PlacedArray, StackedArray, is_placed
 from shardc.execute.rank_processes import RankProcesses
 from shardc.execute.ways import Way, Ways
 from shardc.machine.devices import processes_of
+from shardc.machine.puts import HERE
 from shardc.passes.trace.trace import settings
 from shardc.pipeline.cut_search.split_scans import Piece
 from shardc.pipeline.plan import MpmdPlan
@@ -126,9 +128,11 @@ def channel_ways(plan: MpmdPlan, places: RankProcesses, steps: Mapping[Any, Step
         if carried is None:
             found.append(None)
             continue
-        link, ends = plan.border(carried.source, carried.target), enumerate(plan.ends(carried))
-        copied = held.get(number, set()) if places.are_apart(channel.source, channel.target) else set()
-        found.append(Ways([Way(given, taken, link, i in copied) for i, (given, taken) in ends], wide))
+        link, ends = plan.border(carried.source, carried.target), plan.ends(carried)
+        ways = [Way(given, taken, link) for given, taken in ends]
+        if places.are_apart(channel.source, channel.target) or not all(w.carrier == HERE for w in ways):
+            ways = [replace(w, copied=i in held.get(number, ())) for i, w in enumerate(ways)]
+        found.append(Ways(ways, wide))
     return found
 
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from threading import Lock
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
@@ -33,6 +33,7 @@ from shardc.arrays.placed import StackedArray, as_jax, is_placed
 from shardc.errors import ClusterError
 from shardc.machine.devices import me
 from shardc.machine.launch_order import in_launch_order, ordered_devices
+from shardc.machine.puts import HERE, LINKS, PUT, Outgoing
 from shardc.machine.topology import DeviceLink
 from shardc.passes.lower.lower_boxing import emit_step
 from shardc.runtime.transport.link import Packed
@@ -61,16 +62,20 @@ class Way:
     copied: bool = False
 
     @cached_property
-    def is_here(self) -> bool:
-        """Whether both places are in this process, or each of their processes sends to itself alone."""
-        return {*self.given.processes, *self.taken.processes} <= {me(), None} or self.given.is_beside(self.taken)
+    def carrier(self) -> str:
+        """What carries the value: `here`, where none of it goes from process to process; `put` or `links`."""
+        given, taken = self.given, self.taken
+        if not (given.on_host or taken.on_host):
+            return HERE if self.is_within else given.carrier_to(taken, self.plan)
+        alone = {*given.processes, *taken.processes, *taken.takers} <= {me(), None}
+        return HERE if alone or given.is_aligned_with(taken) else LINKS
 
     @cached_property
     def stays(self) -> bool:
         """Whether the value is already where it is taken."""
         given, taken = self.given, self.taken
         if given.on_host or taken.on_host:
-            return given.mesh is None and taken.mesh is None and self.is_here
+            return given.mesh is None and taken.mesh is None and self.carrier == HERE
         return given.mesh == taken.mesh and given.placement == taken.placement
 
     @cached_property
@@ -81,14 +86,6 @@ class Way:
     @cached_property
     def plan(self) -> WayPlan:
         return self.given.way_to(self.taken, None if self.is_within else self.link)
-
-    @cached_property
-    def stays_near(self) -> bool:
-        """Whether no parcel goes from process to process, though the meshes may be of several."""
-        given, taken = self.given.processes, self.taken.processes
-        if self.given.on_host or self.taken.on_host:
-            return self.is_here
-        return self.is_within or all(given[p.source] == taken[p.targets[0]] for p in self.plan.parcels)
 
     @cached_property
     def held(self) -> list[Index]:
@@ -121,7 +118,9 @@ class Way:
             return x.copy() if self.copied and hasattr(x, "copy") else x
         if self.given.on_host:
             return x.copy() if self.copied and isinstance(x, jax.Array) else x
-        if self.taken.on_host and self.is_here:
+        if not self.given.is_here:
+            return None
+        if self.taken.on_host and self.carrier == HERE:
             x = self.given.leave(x)
             x = x.copy() if self.copied else x
             if self.given.mesh != self.taken.mesh:
@@ -147,7 +146,8 @@ class Way:
         if not mine:
             return []
         if self.given.on_host:
-            whole = np.asarray(words(as_jax(x)) if isinstance(x, jax.Array) else x, self.given.words[1])
+            is_key = bool(self.given.words[0]) and isinstance(x, jax.Array)
+            whole = np.asarray(words(as_jax(x)) if is_key else x, self.given.words[1])
             blocks = {0: whole}
         else:
             number = {d: i for i, d in enumerate(self.given.devices)}
@@ -159,22 +159,27 @@ class Way:
 
     def parcels_to(self, peer: int) -> list[Parcel]:
         """The parcels from this process to another one, in the order of the plan."""
-        return [p for p in self.plan.parcels if self._ends_of(p) == (me(), peer)]
+        return [p for p in self.plan.parcels if self._giver(p) == me() and peer in self._takers(p)]
 
-    def _ends_of(self, parcel: Parcel) -> tuple[int | None, int | None]:
-        """The processes that send and take a parcel."""
-        return self.given.processes[parcel.source], self.taken.processes[parcel.targets[0]]
+    def _giver(self, parcel: Parcel) -> int | None:
+        return self.given.processes[parcel.source]
+
+    def _takers(self, parcel: Parcel) -> tuple[int | None, ...]:
+        return self.taken.takers if self.taken.on_host else (self.taken.processes[parcel.targets[0]],)
 
     # -- on the taker's side
 
     def unpack(self, parts: Mapping[int, Sequence[Any]]) -> Any:
-        """The physical array as it has arrived, of the buffers of all processes; on the host the value."""
+        """The physical array as it has arrived, of the buffers of all processes; on the host the value. None for a
+        process that has no devices of the taker's mesh."""
+        if not self.taken.is_here:
+            return None
         dtype = self.given.words[1]
         left = {p: iter(buffers) for p, buffers in parts.items()}
         blocks: dict[int, np.ndarray[Any, Any]] = {}
         for p in self.plan.parcels:
-            giver, taker = self._ends_of(p)
-            if giver is None or giver not in parts or taker != me():
+            giver = self._giver(p)
+            if giver is None or giver not in parts or me() not in self._takers(p):
                 continue
             piece = from_bytes(next(left[giver]), p.shape, dtype)
             for target in p.targets:
@@ -184,7 +189,7 @@ class Way:
                 if target not in blocks:
                     blocks[target] = np.zeros(self.block, dtype)
                 blocks[target][_slices(p.box, self.needed[target])] = piece
-        mine = [i for i, process in enumerate(self.taken.processes) if process == me()]
+        mine = [i for i, process in enumerate(self.taken.processes) if process == me() or self.taken.on_host]
         for i in mine:
             if i not in blocks:
                 blocks[i] = np.zeros(self.block, dtype)
@@ -220,7 +225,7 @@ class Way:
 
     def arrive(self, x: Any) -> Any:
         """The physical array of what has arrived."""
-        if self.taken.on_host or self.stays:
+        if self.taken.on_host or self.stays or not self.taken.is_here:
             return x
         if self.plan.after.steps:
             x = boxed(self.taken.mesh, self.plan.shape, self.plan.after, self.plan.arrives, self.plan.taken)(x)
@@ -259,10 +264,11 @@ class Ways:
     Args:
       ways: of each value.
       wide: whether numbers of 64 bits are on. The threads that carry values lack this setting.
+      by_links: whether values that leave the process go over links in any case.
     """
 
-    def __init__(self, ways: Sequence[Way], wide: bool) -> None:
-        self.ways, self._wide = tuple(ways), wide
+    def __init__(self, ways: Sequence[Way], wide: bool, by_links: bool = False) -> None:
+        self.ways, self._wide, self._by_links = tuple(ways), wide, by_links
         self._counts: dict[int, tuple[int, int]] = {}  # of each process that takes: messages and bytes
         self._counting = Lock()  # a link's thread packs too
 
@@ -292,9 +298,21 @@ class Ways:
         return all(w.stays and not w.copied for w in self.ways)
 
     @cached_property
-    def stay_near(self) -> bool:
-        """Whether `move` carries them, in each process of the two meshes."""
-        return all(w.stays_near for w in self.ways)
+    def carrier(self) -> str:
+        """What carries the message as a whole, as each value."""
+        carriers = {w.carrier for w in self.ways if not w.is_empty}
+        if carriers <= {HERE}:
+            return HERE
+        return PUT if carriers == {PUT} and not self._by_links else LINKS
+
+    @property
+    def are_here(self) -> bool:
+        """Whether `move` carries the message, in each process of the two meshes."""
+        return self.carrier == HERE
+
+    @property
+    def are_put(self) -> bool:
+        return self.carrier == PUT
 
     @property
     def boxes(self) -> bool:
@@ -309,7 +327,8 @@ class Ways:
     def leave(self, values: Sequence[Any]) -> tuple[Any, ...]:
         """The values as they leave. In the thread of the giver's programs."""
         with jax.enable_x64(self._wide):
-            return tuple(w.leave(x) for w, x in zip(self.ways, values, strict=True))
+            left = tuple(w.leave(x) for w, x in zip(self.ways, values, strict=True))
+            return self._cross.cut_here([left[i] for i in self._crossing]) if self.are_put else left
 
     def move(self, values: Sequence[Any]) -> tuple[Any, ...]:
         """The values as they arrive, of those that are given, within this process. Launched, never waited for."""
@@ -352,24 +371,28 @@ class Ways:
     @cached_property
     def finishes(self) -> bool:
         """Whether `arrive` has something to do."""
-        return not all(w.stays or w.is_finished for w in self.ways)
+        return self.are_put or not all(w.stays or w.is_finished for w in self.ways)
 
     def arrive(self, values: Sequence[Any]) -> tuple[Any, ...]:
         """The values as they are taken. In the thread of the taker's programs."""
         if not self.finishes:
             return tuple(values)
         with jax.enable_x64(self._wide):
+            if self.are_put:
+                joined = dict(zip(self._crossing, self._cross.join_here(values), strict=True))
+                values = [joined[i] if i in joined else w.nothing() for i, w in enumerate(self.ways)]
             return tuple(w.arrive(x) for w, x in zip(self.ways, values, strict=True))
 
-    # -- over links
-
-    def is_ready(self, values: Sequence[Any]) -> bool:
-        """Whether `pack` would not wait for a device."""
-        arrays: list[Any] = [x for x in values if isinstance(x, jax.Array)]
-        return all(x.is_ready() for x in arrays)
+    # -- from process to process
 
     def pack(self, peer: int, values: Sequence[Any]) -> Packed:
-        """The part of a message for another process."""
+        """The part of a message for another process: bytes for a link, or arrays to put. Waits for the devices: of a
+        value that cannot be computed nothing is sent."""
+        if self.are_put:
+            found = self._cross.parcels_to(peer, values)
+            if peer != me():
+                self._count(peer, sum(x.nbytes for x in found))
+            return json.dumps([self._digest.decode(), len(found)]).encode(), found
         buffers = [b for w, x in zip(self.ways, values, strict=True) for b in w.pack(x, peer)]
         if peer != me():
             self._count(peer, sum(b.nbytes for b in buffers))
@@ -383,10 +406,14 @@ class Ways:
             digest, counts = json.loads(about)
             if digest != self._digest.decode():
                 raise ClusterError(f"process {peer} has planned another way for what it sends here.")
+            if self.are_put:
+                continue
             rest = iter(buffers)
             for found, count in zip(of, counts, strict=True):
                 found[peer] = [next(rest) for _ in range(count)]
         with jax.enable_x64(self._wide):
+            if self.are_put:
+                return self._cross.came({peer: arrays for peer, (_, arrays) in parts.items()})
             return tuple(w.unpack(found) for w, found in zip(self.ways, of, strict=True))
 
 
@@ -446,6 +473,23 @@ def _start(box: Index, inside: Index) -> Local:
     return tuple(a - c for (a, _), (c, _) in zip(box, inside, strict=True))
 
 
+class _Sent(NamedTuple):
+    """A block that a process sends another one.
+
+    Attributes:
+      block: value, class of parcels, slot and device of the giver.
+      targets: the slots and devices that need it.
+    """
+
+    block: tuple[int, int, int, int]
+    targets: Sequence[tuple[int, int]]
+
+    @property
+    def receiver(self) -> int:
+        """The device that it is sent to: devices of one process take turns."""
+        return self.targets[self.block[3] % len(self.targets)][1]
+
+
 class _Crossing:
     """Carries values from one mesh to another within this process, or within each of their processes: one program cuts
     all parcels, each is copied once, and one program joins them. Parcels that are whole blocks need no cut, or no join;
@@ -470,7 +514,7 @@ class _Crossing:
         self._alike = [i for i, _, c in pairs if alone and i in whole and c[0].is_in_order()]
         self._copy_alike = compat.copies_to([self._ways[i].arrived[1] for i in self._alike])
         self._blank: dict[tuple[int, Local, Any], Any] = {}
-        self._copy = compat.copies_to([SingleDeviceSharding(self._targets[t]) for *_, t in self._copies])
+        self._between: dict[tuple[int, int], list[_Sent]] = {}
         self.sent = 0
 
     @property
@@ -479,7 +523,7 @@ class _Crossing:
         return len(self._alike) == len(self._ways)
 
     @cached_property
-    def _copies(self) -> list[tuple[int, int, int, int, int, int]]:
+    def _all_copies(self) -> list[tuple[int, int, int, int, int, int]]:
         """All copies: value, class of parcels, slot and device of the giver, slot and device of the taker."""
         return [
             (i, c, at[0], at[1], slot, target)
@@ -488,8 +532,18 @@ class _Crossing:
             for c, cut in enumerate(cuts)
             for slot, row in enumerate(cut.copies)
             for target, at in enumerate(row)
-            if at is not None and target in self._mine
+            if at is not None
         ]
+
+    @cached_property
+    def _copies(self) -> list[tuple[int, int, int, int, int, int]]:
+        """Those to devices here."""
+        return [copy for copy in self._all_copies if copy[-1] in self._mine]
+
+    @cached_property
+    def _comes(self) -> list[tuple[int, int, int, int]]:
+        """What comes to devices here: value, class of parcels, slot and device."""
+        return [(i, c, slot, target) for i, c, _, _, slot, target in self._copies]
 
     def copy_alike(self, values: Sequence[Any]) -> Sequence[Any]:
         """The values that are copied as they are, on the taker's devices."""
@@ -497,14 +551,27 @@ class _Crossing:
             self.sent = sum(shard.data.nbytes for x in values for shard in x.addressable_shards)
         return self._copy_alike(values)
 
+    @cached_property
+    def _copy(self) -> Callable[[Sequence[jax.Array]], Sequence[jax.Array]]:
+        return compat.copies_to([SingleDeviceSharding(self._targets[t]) for *_, t in self._copies])
+
     def __call__(self, values: Sequence[Any]) -> list[Any]:
         given = list(values)
         is_first = not self.sent
         alike = dict(zip(self._alike, self.copy_alike([given[i] for i in self._alike]), strict=True))
-        cut = iter(self._cutter(*(given[i] for i in self._parted)) if self._parted else ())
+        blocks = self._cut(given)
+        sent = [blocks[i, c, slot][self._sources[source]] for i, c, slot, source, _, _ in self._copies]
+        if is_first:
+            self.sent += sum(x.nbytes for x in sent)
+        came = dict(zip(self._comes, self._copy(sent), strict=True))
+        return self._join(came, alike)
+
+    def _cut(self, values: Sequence[Any]) -> dict[tuple[int, int, int], dict[Any, Any]]:
+        """The blocks of the devices here, by value, class of parcels and slot, but for what is copied as it is."""
+        cut = iter(self._cutter(*(values[i] for i in self._parted)) if self._parted else ())
         blocks: dict[tuple[int, int, int], dict[Any, Any]] = {}
-        for i, x in enumerate(given):
-            if i in alike:
+        for i, x in enumerate(values):
+            if i in self._alike:
                 continue
             if i not in self._parted:
                 blocks[i, 0, 0] = _by_device(x)
@@ -512,15 +579,72 @@ class _Crossing:
             for c, of in enumerate(self._cuts[i]):
                 for slot in range(len(of.cut)):
                     blocks[i, c, slot] = _by_device(next(cut))
-        sent = [blocks[i, c, slot][self._sources[source]] for i, c, slot, source, _, _ in self._copies]
-        if is_first:
-            self.sent += sum(x.nbytes for x in sent)
-        came = dict(zip(((i, c, s, t) for i, c, _, _, s, t in self._copies), self._copy(sent), strict=True))
+        return blocks
+
+    def _join(self, came: Mapping[tuple[int, int, int, int], Any], alike: Mapping[int, Any]) -> list[Any]:
         joined = iter(self._joiner(*self._slots(came)) if self._joined else ())
         return [
             alike[i] if i in alike else next(joined) if i in self._joined else self._put_together(i, came)
-            for i in range(len(given))
+            for i in range(len(self._ways))
         ]
+
+    # -- from process to process
+
+    def _sent_between(self, giver: int, taker: int) -> list[_Sent]:
+        """What devices of one process send to those of another, in the order in which it is sent: neighbours of one
+        pair of devices are put in one call."""
+        if (giver, taker) not in self._between:
+            found: dict[tuple[int, int, int, int], list[tuple[int, int]]] = {}
+            given, taken = self._ways[0].given.processes, self._ways[0].taken.processes
+            for i, c, slot, source, into, target in self._all_copies:
+                if (given[source], taken[target]) == (giver, taker):
+                    found.setdefault((i, c, slot, source), []).append((into, target))
+            sent = [_Sent(block, sorted(targets, key=lambda t: t[1])) for block, targets in found.items()]
+            self._between[giver, taker] = sorted(sent, key=lambda s: (s.block[3], s.receiver, s.block))
+        return self._between[giver, taker]
+
+    @cached_property
+    def _leaving(self) -> list[tuple[int, int, int, int]]:
+        """The blocks of devices here that are sent: value, class of parcels, slot and device."""
+        given = self._ways[0].given.processes
+        found = ((i, c, slot, source) for i, c, slot, source, _, _ in self._all_copies)
+        return [block for block in dict.fromkeys(found) if given[block[3]] == me()]
+
+    def cut_here(self, values: Sequence[Any]) -> tuple[jax.Array, ...]:
+        """The blocks of devices here that are sent. In the thread of the giver's programs."""
+        blocks = self._cut(values)
+        return tuple(blocks[i, c, slot][self._sources[source]] for i, c, slot, source in self._leaving)
+
+    def parcels_to(self, peer: int, blocks: Sequence[jax.Array]) -> list[Any]:
+        """What `cut_here` has cut for a process, each with the device there; for this one copies. Waits until it is
+        computed: a transfer of what fails would never end."""
+        of, sent = dict(zip(self._leaving, blocks, strict=True)), self._sent_between(me(), peer)
+        arrays: list[Any] = jax.block_until_ready([of[s.block] for s in sent])
+        devices = [self._targets[s.receiver] for s in sent]
+        if peer == me():
+            return list(compat.copies_to([SingleDeviceSharding(d) for d in devices])(arrays))
+        return [Outgoing(x, device) for x, device in zip(arrays, devices, strict=True)]
+
+    def came(self, parts: Mapping[int, Sequence[Any]]) -> tuple[jax.Array, ...]:
+        """What has come to the devices here, of the arrays from each process: what several of them share comes to one,
+        which the others copy."""
+        found: dict[tuple[int, int, int, int], Any] = {}
+        spread: list[tuple[tuple[int, int, int, int], Any]] = []
+        for giver, arrays in parts.items():
+            for s, x in zip(self._sent_between(giver, me()), arrays, strict=True):
+                for slot, target in s.targets:
+                    at = (*s.block[:2], slot, target)
+                    if target == s.receiver:
+                        found[at] = x
+                    else:
+                        spread.append((at, x))
+        copy = compat.copies_to([SingleDeviceSharding(self._targets[at[3]]) for at, _ in spread])
+        found |= zip((at for at, _ in spread), copy([x for _, x in spread]) if spread else (), strict=True)
+        return tuple(found[at] for at in self._comes)
+
+    def join_here(self, came: Sequence[jax.Array]) -> list[Any]:
+        """The values as they arrive, of what has come. In the thread of the taker's programs."""
+        return self._join(dict(zip(self._comes, came, strict=True)), {})
 
     def _put_together(self, i: int, came: Mapping[tuple[int, int, int, int], Any]) -> jax.Array:
         shape, sharding = self._ways[i].arrived
@@ -633,6 +757,11 @@ class WaysCodec:
 
     def __init__(self, channels: Sequence[Ways | None]) -> None:
         self._channels = channels
+
+    @property
+    def put_channels(self) -> list[int]:
+        """The channels whose values JAX carries, from device to device."""
+        return [i for i, ways in enumerate(self._channels) if ways is not None and ways.are_put]
 
     def is_ready(self, value: Any) -> bool:
         arrays: list[Any] = [words(x) for x in value if isinstance(x, jax.Array)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Protocol, runtime_checkable
+from typing import Any, Final, Literal, Protocol, runtime_checkable
 
 import jax
 from jax.extend.core import Primitive
@@ -109,6 +109,7 @@ def _user_rule(op: Operation) -> Rule:
         granule=_granules(op, operands, reduced, neutral),
         flops=op.params["flops"],
         passes=0.0 if op.params["fused"] else 1.0,
+        kind=op.params["kind"],
     )
 
 
@@ -150,6 +151,7 @@ def signature(
     linear: Sequence[int | Sequence[int]] = (),
     reduce: ReduceOp = "sum",
     flops: float | Callable[..., float] | None = None,
+    kind: Literal["", "attention"] = "",
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Declare how a user's own operation (a Pallas kernel, a custom call) may be placed.
 
@@ -162,13 +164,14 @@ def signature(
       reduce: the op by which factors are reduced away: "sum", "max" or "min".
       flops: its floating-point operations on whole operands, or a function of the operands that returns them. By
         default those of the products and factorizations in its body, which says little about a kernel.
+      kind: "attention" for a kernel of attention, which some machines run slower than products (`Topology.shares`).
 
     Returns:
       A decorator. The function takes arrays by position, and runs on any pieces as it does on the whole.
 
     Raises:
       PlacementError: the text is not in factor notation, or does not fit the shapes; `linear` names an operand that is
-        not there; no such `reduce`; a call gives operands by name.
+        not there; no such `reduce`; no such `kind`; a call gives operands by name.
 
     Examples:
       >>> import numpy as np
@@ -190,6 +193,8 @@ def signature(
         raise PlacementError(
             f"shardc.signature({text!r}): reduce={reduce!r}; what is reduced away is a sum, max or min.{near}"
         )
+    if kind not in ("", "attention"):
+        raise PlacementError(f'shardc.signature({text!r}): kind={kind!r}; write kind="attention", or leave it out.')
 
     def decorate(fn: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(fn)
@@ -205,7 +210,8 @@ def signature(
             _check(text, arrays, results)
             work = flops(*arrays) if callable(flops) else _flops_of(closed.jaxpr) if flops is None else flops
             out = user_p.bind(
-                *arrays, fn=fn, text=text, linear=groups, reduce=reduce, flops=float(work), fused=False
+                *arrays, fn=fn, text=text, linear=groups, reduce=reduce, flops=float(work), fused=False,
+                kind=kind,
             )  # fmt: skip
             return jax.tree.unflatten(structure, out)
 

@@ -26,6 +26,7 @@ class RunOptions:
     deadline: float = 600.0
     grace: float = 25.0
     plain_data: bool = False
+    carrier: str | None = None
     secret: Path | None = None
     bind: str | None = None
     ray: bool = False
@@ -41,7 +42,7 @@ class RunOptions:
         config = RunConfig(
             me=0, processes=processes, islands=self.islands, store=store, secret=secret, links="",
             restarts=self.restarts, silence=self.silence, deadline=self.deadline, least=self.least or 0,
-            grace=self.grace, plain_data=self.plain_data,
+            grace=self.grace, plain_data=self.plain_data, carrier=self.carrier or "",
             judging=self.silence,  # by then a process has given a sign of life, or is lost
         )  # fmt: skip
         return Job(config)
@@ -56,6 +57,11 @@ class RunOptions:
             raise ClusterError(
                 f"{processes} process{'es' * (processes != 1)} cannot form {self.islands} islands of one size: "
                 f"{processes} / {self.islands} is not a whole number. Give another --islands or --processes."
+            )
+        if self.carrier == "put" and self.islands == processes:
+            raise ClusterError(
+                f"--carrier put: with {self.islands} islands each process has a JAX runtime of its own; values between "
+                "runtimes go over links. Give fewer --islands, or leave --carrier out."
             )
         if self.least is not None and self.least > processes:
             raise ClusterError(f"--processes: at least {self.least} are asked for, and there are {processes}.")

@@ -11,6 +11,7 @@ import jax
 
 from shardc.errors import ClusterError
 from shardc.launch.job import Job
+from shardc.machine.puts import PUT
 from shardc.runtime.cluster import Cluster
 from shardc.runtime.transport import tls
 from shardc.runtime.transport.wire import is_unix
@@ -27,6 +28,8 @@ def prepare_jax(cluster: Cluster, job: Job) -> None:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     if job.config.per_island > 1:
+        if job.config.carrier == PUT:
+            listen_for_transfers(host_of(job.config.links))
         _form_island(cluster, job)
     elif job.visible:
         for platform in ("cuda", "rocm"):
@@ -69,6 +72,13 @@ def _credentials(secret: bytes) -> dict[str, Any]:
         "mtls_peer_uri_prefix": tls.URI,
         "verify_secure_credentials": True,
     }
+
+
+def listen_for_transfers(host: str) -> None:
+    """Make JAX send arrays between processes over sockets of its own where their devices cannot, as CPUs. It publishes
+    the address as it is given, so the port is a free one and not 0."""
+    jax.config.update("jax_cross_host_transfer_socket_address", f"{host}:{free_port(host)}")
+    jax.config.update("jax_cross_host_transport_addresses", f"{host}:0")
 
 
 def go_around_proxies(host: str) -> None:

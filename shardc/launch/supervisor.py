@@ -2,7 +2,8 @@ r"""The supervisor of a run: starts its processes, and again those that are lost
 
 started -> joined -> done -> asked to leave -> ended         all well
          |       \-> asked to end (SIGTERM) -> saves at the common last step -> done
-             \-> lost -> its island is killed and started again, in a new epoch, when its host is there
+             \-> lost -> started again alone, in the same epoch, if the others run a flow that does without it
+                    \-> else its island is killed and started again, in a new epoch, when its host is there
                     \-> cannot be mended -> all start again with fewer processes
                            \-> too few are left: "over", 3 s later all are killed
 
@@ -32,7 +33,7 @@ from shardc.launch.local_process import ProcessHandle
 from shardc.launch.output import Screen
 from shardc.launch.status_line import status_text
 from shardc.runtime.calls import processes_text
-from shardc.runtime.cluster import RunConfig
+from shardc.runtime.cluster import RUN, RunConfig
 from shardc.runtime.store import StoreServer
 from shardc.runtime.transport.connection import BEAT
 
@@ -66,6 +67,8 @@ class _TakenPlace:
     """The calls that its script had made when it ended."""
     saved: int | None = None
     """The step at which its script has saved and ended, because the run was asked to end."""
+    joins: bool = False
+    """Whether it was started in place of a lost one, while the others went on."""
     told: bool = False
     """Whether the scripts that still run know of its end."""
     killed: bool = False
@@ -205,6 +208,8 @@ class Supervisor:
         match said["what"]:
             case "joined":
                 place.joined = True
+                if place.joins:
+                    self._server.notify_all({"event": "back", "process": place.process})
                 self._lateness.begin()  # others have waited for its start
                 for member in self._members:
                     member.told = False  # else only those hear of ends that were there
@@ -308,14 +313,15 @@ class Supervisor:
 
     # -- starts
 
-    def _start(self, processes: Iterable[int]) -> None:
-        config = self._config
+    def _start(self, processes: Iterable[int], joins: bool = False) -> None:
+        config = replace(self._config, joins=joins)
         for p in processes:
             place = self._members[p]
             place.start += 1
             place.epoch, place.began, place.running = self._epoch, monotonic(), True
             place.moved = place.began
             place.joined = place.killed = False
+            place.joins = joins
             place.why, place.report, place.ended, place.saved, place.asked = "", None, None, None, None
             self._server.drop(p)  # the connection of its last start, if it stays open, says nothing about this one
             job = replace(self._job, config=replace(config, me=p), start=place.start)
@@ -368,6 +374,8 @@ class Supervisor:
             self._give_up(failures)
         elif self._wait is not None:
             self._wait.again |= self._with_islands(f.process for f in failures)
+        elif self._restarts and self._may_be_replaced(failures):
+            self._replace(cause, failures)
         elif self._restarts:
             self._report_loss(cause)
             self._restart(cause, {f.process for f in failures})
@@ -378,6 +386,30 @@ class Supervisor:
                 place.unfit = place.handle.is_here and (failure is cause or not failure.may_follow)
             if not self._go_on_without(cause, "no restart is left"):
                 self._give_up(failures)
+
+    def _may_be_replaced(self, failures: Sequence[Failure]) -> bool:
+        """Whether the others go on without these processes until they are there again: their run says who may be lost.
+        Not if one that was to join them has raised an error."""
+        said = json.loads(self._server.text(f"{self._epoch}/{RUN}") or "{}")
+        lost = [self._members[f.process] for f in failures]
+        return (
+            {m.process for m in lost} <= set(said.get("replaceable", ()))
+            and all(m.handle.is_here and m.epoch == self._epoch for m in lost)
+            and not any(m.joins and m.report is not None for m in lost)
+        )
+
+    def _replace(self, cause: Failure, failures: Sequence[Failure]) -> None:
+        """Start lost processes again, while the others go on."""
+        self._restarts -= 1
+        lost = {f.process for f in failures}
+        if not self._stop(cause, lost):
+            return
+        for failure in failures:
+            self._say_restart(failure, "started again, and the others go on")
+        for p in sorted(lost):
+            self._server.set(f"{self._epoch}/address/{p}", None)
+            self._server.notify_all({"event": "away", "process": p, "restarts": self._restarts})
+        self._start(sorted(lost), joins=True)
 
     def _report_loss(self, failure: Failure) -> None:
         self._server.notify_all({"event": "lost", "process": failure.process, "why": failure.why})

@@ -6,7 +6,7 @@ import logging
 import math
 import warnings
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from numbers import Integral, Real
@@ -23,7 +23,7 @@ from shardc import compat
 from shardc.arrays.remote_array import is_remote
 from shardc.errors import ArgumentError, ShardcWarning, all_offenders
 from shardc.live.figures import step_figures, waiting_text
-from shardc.live.writers import CsvFile, ProgressLine, RowWriter, TensorBoard, is_own_column
+from shardc.live.writers import CsvFile, Logger, ProgressLine, RowWriter, TensorBoard, is_own_column
 from shardc.passes.trace.trace import where_of
 from shardc.runtime.cluster import current
 
@@ -44,6 +44,7 @@ def progress(  # noqa: PLR0913  # a public face
     unit: str = "tokens",
     csv: str | PathLike[str] | None = None,
     tensorboard: str | PathLike[str] | None = None,
+    log: Callable[..., Any] | None = None,
 ) -> Meter:
     """Show where a training loop is: its results, items per second, the measured time of a step beside the planned one,
     TFLOP/s, MFU, memory.
@@ -69,6 +70,8 @@ def progress(  # noqa: PLR0913  # a public face
       csv: a file for the rows: a column for each figure, times in seconds, memory in bytes. With the first
         row it is written anew if `start` is 0; else the rows after `start` are removed.
       tensorboard: a folder for events; needs `pip install "shardc[tensorboard]"`.
+      log: called for each row as `log(figures, step=n)`, in the first process, by the thread of the loop: `wandb.log`,
+        `mlflow.log_metrics`, `trackio.log`, or a function of yours. Figures are those of the columns of `csv`.
 
     Returns:
       A context manager. Its value is called after each step with the step's results by name: numbers, or arrays of one
@@ -103,6 +106,8 @@ def progress(  # noqa: PLR0913  # a public face
     for name, path in {"csv": csv, "tensorboard": tensorboard}.items():
         if path is not None and not isinstance(path, str | PathLike):  # pyright: ignore[reportUnnecessaryIsInstance]
             wrong.append(f"{name}={path!r}: a path is needed, or None.")
+    if not callable(log) and log is not None:
+        wrong.append(f"log={log!r}: a function is needed that takes figures and step=, as wandb.log.")
     if not callable(step) and step is not None:
         wrong.append(f"step={step!r}: give the function that the loop calls; the number of steps is total=.")
     if wrong:
@@ -114,7 +119,7 @@ def progress(  # noqa: PLR0913  # a public face
         )
         warnings.warn(text, ShardcWarning, stacklevel=compat.users_level())
     numbers = None if total is None else int(total), int(start), int(every), None if items is None else float(items)
-    return Meter(_ShownLoop(step, *numbers, unit), csv, tensorboard)
+    return Meter(_ShownLoop(step, *numbers, unit), csv, tensorboard, log)
 
 
 class _ShownLoop:
@@ -204,9 +209,10 @@ class Meter:
     """The figures of a loop. Made by `shardc.progress`."""
 
     def __init__(
-        self, loop: _ShownLoop, csv: str | PathLike[str] | None, tensorboard: str | PathLike[str] | None
-    ) -> None:
-        self._loop, self._files = loop, (csv, tensorboard)
+        self, loop: _ShownLoop, csv: str | PathLike[str] | None, tensorboard: str | PathLike[str] | None,
+        log: Callable[..., Any] | None,
+    ) -> None:  # fmt: skip
+        self._loop, self._files, self._log = loop, (csv, tensorboard), log
         self._done = loop.start
         self._screen: ProgressLine | None = None
         self._writers: list[RowWriter] = []
@@ -231,6 +237,8 @@ class Meter:
                 if folder is not None:
                     self._writers.append(TensorBoard(folder))
                     opened.callback(self._writers[-1].close)
+                if self._log is not None:
+                    self._writers.append(Logger(self._log))
                 self._screen = ProgressLine(self._loop.total, self._loop.unit)
                 opened.callback(self._screen.close)
             opened.callback(self._clock.stop)

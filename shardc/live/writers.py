@@ -1,12 +1,13 @@
-"""Where the rows of a training loop go: a terminal or plain text, a CSV file, TensorBoard."""
+"""Where the rows of a training loop go: a terminal or plain text, a CSV file, TensorBoard, another logger."""
 
 from __future__ import annotations
 
 import csv
 import importlib
 import math
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from os import PathLike, fspath
 from pathlib import Path
@@ -202,3 +203,16 @@ class TensorBoard:
     def close(self) -> None:
         if self._events is not None:
             self._events.close()
+
+
+@dataclass(frozen=True)
+class Logger:
+    """The function of another logger, called as `log(figures, step=3)`."""
+
+    log: Callable[..., Any]
+
+    def write(self, row: Row) -> None:
+        self.log({name: x for name, x in row.items() if name != "step"}, step=int(row["step"]))
+
+    def close(self) -> None:
+        """The logger is the user's, who closes it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -22,6 +22,7 @@ from shardc import compat
 from shardc.errors import MeshError, did_you_mean
 from shardc.machine.devices import devices as devices_of_run
 from shardc.machine.devices import domain_of, process_of, processes_of
+from shardc.machine.puts import LINKS, carrier_between
 from shardc.machine.topology import (
     BETWEEN_PROCESSES,
     TOPOLOGIES,
@@ -132,6 +133,7 @@ def make_mesh(
     topology: str | None = None,
     calibration: str | None = None,
     hbm: str | int | None = None,
+    devices: Iterable[Any] | None = None,
     **axes: int,
 ) -> AnyMesh:
     """Make a mesh with the named axes over the first devices, of several processes over as many devices of each.
@@ -151,6 +153,8 @@ def make_mesh(
       hbm: memory of a device, as `"95GB"` or, from 10 kB on, in bytes; overrides the topology's, or that of known TPUs
         and GPUs. JAX has one mesh object for equal axes over the same devices: `calibration` and `hbm` of the last call
         hold for functions that are made after it.
+      devices: those of the mesh, in its order, as `jax.devices()[4:]`; neighbours lie along the last axis. By default
+        shardc chooses and orders them.
       **axes: name and size of each axis, outermost first. One size may be -1: as many devices as there are.
 
     Returns:
@@ -158,7 +162,8 @@ def make_mesh(
 
     Raises:
       MeshError: axes are given as to `jax.make_mesh`; the mesh needs more devices than there are, or not the same
-        number of each process; a size is not a positive integer; or there is no such topology or file.
+        number of each process; a size is not a positive integer; `devices` are not as many as the axes need, or one is
+        there twice; or there is no such topology or file.
 
     Examples:
       >>> mesh = make_mesh(data=1, model=1)
@@ -166,7 +171,8 @@ def make_mesh(
       {'data': 1, 'model': 1}
     """
     _refuse_order_of_jax(unnamed, axes)
-    axes = _filled(axes, topology)
+    given = None if devices is None else _given_devices(devices, topology)
+    axes = _filled(axes, topology, given)
     _check_axes(axes)
     if topology is not None and not isinstance(topology, str):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise MeshError(f'topology={topology!r} is no text; write a machine and its shape, as topology="v5p:4x4x2".')
@@ -175,7 +181,7 @@ def make_mesh(
         raise MeshError("topology= plans without devices, calibration= for the present devices; give only one of them.")
     if topology is not None:
         return _mesh_without_devices(topology, memory, axes)
-    mesh = _mesh_of_devices(axes)
+    mesh = _mesh_of_devices(axes, given)
     machine = None if calibration is None else read_topology(calibration)
     if calibration is not None and machine is not None:
         _check_room(axes, Path(calibration).name, machine)
@@ -206,13 +212,29 @@ _OF_JAX: Final = "axis_shapes", "axis_names"
 """The first arguments of `jax.make_mesh`."""
 
 
-def _filled(axes: Mapping[str, int], topology: str | None) -> dict[str, int]:
+def _given_devices(devices: Iterable[Any], topology: str | None) -> list[Any]:
+    """The devices that the user names."""
+    if topology is not None:
+        raise MeshError("topology= plans without devices, devices= names some that are there; give only one of them.")
+    fix = "write a list of JAX's devices, as devices=jax.devices()[:4]."
+    if not isinstance(devices, Iterable):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise MeshError(f"devices={devices!r}: {fix}")
+    found = list(np.asarray(list(devices), object).flat)
+    if wrong := [d for d in found if not isinstance(d, jax.Device)]:
+        raise MeshError(f"devices=: {wrong[0]!r} is no device; {fix}")
+    if twice := [d for d, n in Counter(found).items() if n > 1]:
+        raise MeshError(f"devices=: {twice[0]} is there {found.count(twice[0])} times; name each device once.")
+    return found
+
+
+def _filled(axes: Mapping[str, int], topology: str | None, given: Sequence[Any] | None) -> dict[str, int]:
     """The axes with a size in place of -1, so that all devices are used."""
     free = [a for a, n in axes.items() if n == -1]
     others = [n for n in axes.values() if n != -1]
     if len(free) != 1 or any(type(n) is not int or n < 1 for n in others):
         return dict(axes)
-    devices = len(devices_of_run()) if topology is None else math.prod(parse_topology(topology).shape)
+    there = devices_of_run() if given is None else given
+    devices = len(there) if topology is None else math.prod(parse_topology(topology).shape)
     size, rest = divmod(devices, math.prod(others))
     if rest or not size:
         raise MeshError(
@@ -224,7 +246,8 @@ def _filled(axes: Mapping[str, int], topology: str | None) -> dict[str, int]:
 
 def _check_axes(axes: Mapping[str, Any]) -> None:
     bad = [f"{a}={n!r}" for a, n in axes.items() if isinstance(n, bool) or not isinstance(n, int) or n < 1]
-    near = "".join(did_you_mean(a, ("topology", "calibration", "hbm")) for a, n in axes.items() if type(n) is not int)
+    options = ("topology", "calibration", "hbm", "devices")
+    near = "".join(did_you_mean(a, options) for a, n in axes.items() if type(n) is not int)
     if bad or not axes:
         raise MeshError(
             f"A mesh needs a positive number of devices for each axis, got {', '.join(bad) or 'no axis'}; "
@@ -243,9 +266,14 @@ def _mesh_without_devices(topology: str, hbm: int | None, axes: Mapping[str, int
     return AbstractMesh(tuple(axes.values()), tuple(axes), auto, abstract_device=AbstractDevice(kind, None, _OURS))
 
 
-def _mesh_of_devices(axes: Mapping[str, int]) -> Mesh:
+def _mesh_of_devices(axes: Mapping[str, int], given: Sequence[Any] | None) -> Mesh:
     shape, auto = tuple(axes.values()), (AxisType.Auto,) * len(axes)
-    devices = choose_devices(devices_of_run(), axes)
+    if given is not None and len(given) != math.prod(shape):
+        raise MeshError(
+            f"The mesh {_axes_text(axes)} needs {math.prod(shape)} devices, devices= names {len(given)}; name as many, "
+            "or give one axis the size -1."
+        )
+    devices = choose_devices(devices_of_run(), axes) if given is None else given
     return Mesh(np.asarray(devices).reshape(shape), tuple(axes), auto)
 
 
@@ -351,7 +379,8 @@ def border(giver: AnyMesh | None, taker: AnyMesh | None) -> DeviceLink:
     """The link of one device between two meshes; None: the host.
 
     Meshes of one process, of one domain of fast links, or cut from one mesh, have the link between them; between all
-    others lies the slowest fabric of the machine, which joins its hosts. Fake devices without a topology are near.
+    others lies the slowest fabric of the machine, which joins its hosts, or, where values go over links, a link. Fake
+    devices without a topology are near.
     """
     meshes = [m for m in (giver, taker) if m is not None]
     if not meshes:
@@ -362,6 +391,9 @@ def border(giver: AnyMesh | None, taker: AnyMesh | None) -> DeviceLink:
         return DeviceLink(machine.host_bandwidth or views[0].link.bandwidth, views[0].link.latency)
     if _are_near(*meshes):
         return min((v.link for v in views), key=lambda link: link.bandwidth)
+    known = [d for m in meshes if isinstance(m, Mesh) for d in m.devices.flat]
+    if len(processes_of(known)) > 1 and carrier_between(known) == LINKS:
+        return DeviceLink(BETWEEN_PROCESSES.bandwidth, BETWEEN_PROCESSES.latency)
     outer = [v.topology.fabrics[-1] if len(v.topology.fabrics) > 1 else BETWEEN_PROCESSES for v in views]
     return min((DeviceLink(f.bandwidth, f.latency) for f in outer), key=lambda link: link.bandwidth)
 

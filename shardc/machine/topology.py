@@ -22,7 +22,9 @@ Sources of the figures, by the letter beside them:
   [I] Google's page on TPU7x: half of 2307 TFLOP/s in bfloat16, of 7.38 TB/s and 192 GB for each device; links of 100
       GB/s one way; between the halves of a chip six times as much.
   [P] Fitted to published training runs: benchmarks/published.md has the runs, and the errors on those that were kept
-      out of the fit. One share for all figures of a machine: more are no better on TPUs, and do not hold elsewhere.
+      out of the fit. One share for all figures of a machine: more are no better on TPUs, and do not hold elsewhere. On
+      TPU7x the same models ran in bfloat16 and float8: products in float8, with their scales, reach less. B200 has no
+      runs: the share of GB200.
   [F] Dao 2023, "FlashAttention-2": 50 to 73 % of the peak of an A100, forward and backward; large products reach 86 %
       (Bekman, "Machine Learning Engineering").
   [G] Guessed here: no source.
@@ -134,7 +136,8 @@ class Topology:
         what is reached.
       host_bandwidth: bytes/s one way between the device and the memory of its host; 0: unknown, nothing can live there.
       host_memory: bytes of it for each device.
-      shares: by kind of operation (`Rule.kind`), the share of the rate of products that it reaches; others reach all.
+      shares: by kind of operation (`Rule.kind`) or type of its operands, the share of the rate of products that it
+        reaches; others reach all.
       starts: by kind of operation, seconds of each execution besides its arithmetic and memory.
       element: seconds for each element that an elementwise operation computes or a reduction reads, besides memory. It
         does not count when placements are chosen.
@@ -176,7 +179,8 @@ class Topology:
 
     def flops_in(self, dtype: str, kind: str = "") -> float:
         """Operations per second that a kind of operation reaches on operands of a type."""
-        return self.reached * self.peak_in(dtype) * dict(self.shares).get(kind, 1.0)
+        shares = dict(self.shares)
+        return self.reached * self.peak_in(dtype) * shares.get(kind, 1.0) * shares.get(dtype, 1.0)
 
     @property
     def memory_rate(self) -> float:
@@ -243,7 +247,10 @@ def _ironwood(reached: float) -> Topology:
     half = _Chip(1.1535e15, 3.69e12, 96, tuple((t, 2.307e15) for t in ("float8_e4m3fn", "float8_e5m2")))
     found = _tpu("tpu7x", half, 5e10, (16, 24, 24), reached)
     chip = Fabric("switch", 6e11 * reached, 1e-6, most=2)
-    return replace(found, fabrics=(chip, *(replace(f, tier=f.tier + 1) for f in found.fabrics)), pod=(2, *found.pod))
+    return replace(
+        found, fabrics=(chip, *(replace(f, tier=f.tier + 1) for f in found.fabrics)), pod=(2, *found.pod),
+        shares=(("float8_e4m3fn", 0.82), ("float8_e5m2", 0.82)),  # [P]
+    )  # fmt: skip
 
 
 def _gpu(kind: str, chip: _Chip, reached: float, nvlink: float, domain: int, network: float) -> Topology:
@@ -268,19 +275,21 @@ _HOPPER: Final = (
 )  # fmt: skip
 _BLACKWELL: Final = (
     ("float32", 1.1e15), ("float64", 3.7e13), ("int8", 4.5e15), ("float8_e4m3fn", 4.5e15), ("float8_e5m2", 4.5e15),
+    ("float4_e2m1fn", 9e15),
 )  # fmt: skip
 _GB200: Final = (
     ("float32", 1.25e15), ("float64", 4e13), ("int8", 5e15), ("float8_e4m3fn", 5e15), ("float8_e5m2", 5e15),
+    ("float4_e2m1fn", 1e16),
 )  # fmt: skip
 _BLACKWELL_ULTRA: Final = (
     ("float32", 1.25e15), ("float64", 1.25e12), ("int8", 1.65e14), ("float8_e4m3fn", 5e15), ("float8_e5m2", 5e15),
+    ("float4_e2m1fn", 1.5e16),
 )  # fmt: skip
 
 
 _AMPERE: Final = (("float32", 1.56e14), ("float64", 1.95e13), ("int8", 6.24e14))
 # [P] The shares that are reached.
-_V4_V5, _V6E, _V7X, _A100, _BLACKWELLS = 0.82, 0.58, 0.73, 0.67, 0.64
-_H100 = 0.6  # between 0.77 of two runs in float8 and 0.41 of cards at 500 W
+_V4_V5, _V6E, _V7X, _A100, _H100, _GB200S, _GB300S = 0.82, 0.58, 0.74, 0.67, 0.58, 0.56, 0.65
 
 _HOSTS: Final = {
     "cpu": (2e9, 16), "v4": (1.5e10, 100), "v5e": (1.5e10, 48), "v5p": (1.5e10, 112), "v6e": (1.5e10, 180),
@@ -313,9 +322,9 @@ TOPOLOGIES: Final[Mapping[str, Topology]] = MappingProxyType(
             _gpu("h100", _Chip(9.89e14, 3.35e12, 80, _HOPPER), _H100, 4.5e11, 8, 5e10),
             _gpu("h800", _Chip(9.89e14, 3.35e12, 80, _HOPPER), _H100, 2e11, 8, 5e10),
             _gpu("h200", _Chip(9.89e14, 4.8e12, 141, _HOPPER), _H100, 4.5e11, 8, 5e10),
-            _gpu("gb300", _Chip(2.5e15, 8e12, 279, _BLACKWELL_ULTRA), _BLACKWELLS, 9e11, 72, 1e11),
-            _gpu("gb200", _Chip(2.5e15, 8e12, 186, _GB200), _BLACKWELLS, 9e11, 72, 5e10),
-            _gpu("b200", _Chip(2.25e15, 8e12, 180, _BLACKWELL), _BLACKWELLS, 9e11, 8, 5e10),
+            _gpu("gb300", _Chip(2.5e15, 8e12, 279, _BLACKWELL_ULTRA), _GB300S, 9e11, 72, 1e11),
+            _gpu("gb200", _Chip(2.5e15, 8e12, 186, _GB200), _GB200S, 9e11, 72, 5e10),
+            _gpu("b200", _Chip(2.25e15, 8e12, 180, _BLACKWELL), _GB200S, 9e11, 8, 5e10),
         )
         for link, memory in [_HOSTS.get(t.kind, _HOST)]
     }

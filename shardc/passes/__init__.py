@@ -48,12 +48,14 @@ class Context:
       pins: of its arguments.
       replicate: primitives without a rule that get no signatures.
       known: the choices of a saved plan; None: they are to be made.
+      grain: chunks of a dimension, at most, whose sums have a fixed order; 0: no order is asked for.
     """
 
     mesh: MeshView | None = None
     pins: Sequence[Pin | None] = ()
     replicate: Sequence[str] = ()
     known: Choices | None = None
+    grain: int = 0
 
     @property
     def view(self) -> MeshView:
@@ -109,10 +111,10 @@ def passes_that_run(runs: Runs, of: str = "all") -> list[Pass]:
     return [p for p in PASSES if p.runs == runs and p.of in ("all", of)]
 
 
-def after_trace(program: Program, mesh: MeshView | None = None) -> Program:
+def after_trace(program: Program, mesh: MeshView | None = None, grain: int = 0) -> Program:
     """A traced program after the passes that every one goes through; without a mesh those that depend on one do
-    nothing."""
-    return run(passes_that_run("after a trace"), program, Context(mesh))
+    nothing, and without a `grain` no order of additions is fixed."""
+    return run(passes_that_run("after a trace"), program, Context(mesh, grain=grain))
 
 
 def as_saved(program: Program, context: Context, known: Choices) -> Program:
@@ -150,6 +152,14 @@ PASSES: Final[tuple[Pass, ...]] = (
         runs="after a trace",
     ),
     Pass(
+        "fold_reversals",
+        f"{_REWRITE}.fold_reversals",
+        "jaxpr",
+        "jaxpr",
+        "y = rev[0] cumsum[0] rev[0] x --> y = cumsum[0, reverse] x",
+        runs="after a trace",
+    ),
+    Pass(
         "drop_zero_sums",
         f"{_REWRITE}.drop_zero_sums",
         "jaxpr",
@@ -163,6 +173,14 @@ PASSES: Final[tuple[Pass, ...]] = (
         "jaxpr",
         "jaxpr",
         "m = broadcast v; scan ... m[i] --> scan ... broadcast v",
+        runs="after a trace",
+    ),
+    Pass(
+        "fix_order",
+        f"{_REWRITE}.fix_order",
+        "program, grain",
+        "program",
+        "s = reduce_sum x --> s = in_order[of=reduce_sum] x",
         runs="after a trace",
     ),
     Pass(
@@ -196,6 +214,15 @@ PASSES: Final[tuple[Pass, ...]] = (
         "program",
         "scan over 8 split rows --> shard_map: each device scans its own rows",
         runs="if cheaper",
+    ),
+    Pass(
+        "share_equal",
+        f"{_REWRITE}.share_equal",
+        "jaxpr",
+        "jaxpr",
+        "a = reduce_sum x; b = reduce_sum x --> a = reduce_sum x",
+        of="one program",
+        runs="before placing",
     ),
     Pass(
         "precompute_state",

@@ -14,6 +14,7 @@ from shardc.ir.collective import Collective, known_bytes
 from shardc.ir.program import Program
 from shardc.ir.walk import itemsize_of, short_aval
 from shardc.machine.mesh import AnyMesh, MeshView, border, view
+from shardc.machine.puts import HERE
 from shardc.machine.topology import DeviceLink
 from shardc.passes.estimate.backend import backend_of
 from shardc.passes.estimate.plan_cost import Time
@@ -51,6 +52,8 @@ class Transfer:
       device_bytes: of these, what the busiest device sends or receives.
       before, after: bytes that each device of the source, and of the target, sends within its mesh in one call: what is
         partial is reduced before it crosses, what is needed everywhere may be gathered after it.
+      carrier: `here`, within a process or where no devices are known; between processes `put`, from device to device by
+        `jax.device_put`, or `links`, as bytes.
     """
 
     source: int
@@ -64,6 +67,7 @@ class Transfer:
     device_bytes: int
     before: int
     after: int
+    carrier: str
 
 
 @dataclass(frozen=True, eq=False)
@@ -222,13 +226,17 @@ class MpmdPlan:
     def _transfer(self, source: int, target: int, given: Place, taken: Place, count: int, line: str) -> Transfer:
         link, value = self.border(source, target), short_aval(given.aval)
         size = priced = math.prod(local_shape(given.shape, given.at, given.sizes)) * itemsize_of(given.aval)
-        crosses = (0, 0, 0, 0)
+        crosses, carrier = (0, 0, 0, 0), HERE
         if self.stages[source].rank != self.stages[target].rank:
             way = given.way_to(taken, link)
             crosses = way.border_bytes, way.device_bytes, way.before.bytes, way.after.bytes
+            carrier = given.carrier_to(taken, way)
             priced = size if self.pipeline.meshes is None else way.device_bytes
         seconds = link.latency + priced / link.bandwidth
-        return Transfer(source, target, size * count, count, line, value, seconds, *(n * count for n in crosses))
+        border, device, before, after = (n * count for n in crosses)
+        return Transfer(
+            source, target, size * count, count, line, value, seconds, border, device, before, after, carrier
+        )  # fmt: skip
 
     def _place(self, stage: int, aval: Any, placement: Placement) -> Place:
         return Place(aval, self.request.meshes[self.stages[stage].rank], placement)

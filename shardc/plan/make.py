@@ -28,6 +28,9 @@ from shardc.sbp.placement import REPLICATED, Pin
 from shardc.solver import ROUNDING, Assignment, relative_gap
 from shardc.solver.within_limit import BUDGET, GOOD_ENOUGH, CheapestThatFits
 
+RESIDUALS: Final = "recompute_residuals"
+"""The pass that is tried and left out."""
+
 
 @dataclass(frozen=True, eq=False)
 class DoesNotFit:
@@ -72,7 +75,7 @@ def _or_with_residuals_kept(compared: Compared[SpmdPlan | DoesNotFit]) -> Compar
         return compared
     kept = _plan_as_written(request, keeps=True)
     better = _is_cheaper(kept, best)
-    trial = RewriteTrial("recompute_residuals", best.seconds, _cost(kept)[0], taken=not better)
+    trial = RewriteTrial(RESIDUALS, best.seconds, _cost(kept)[0], taken=not better)
     return Compared(request, kept if better else best, (*compared.found, kept), (*compared.trials, trial))
 
 
@@ -107,8 +110,9 @@ def _least_seconds(found: SpmdPlan | DoesNotFit) -> float:
 def _plan_as_written(request: Request, keeps: bool = False) -> SpmdPlan | DoesNotFit:
     """The cheapest plan that was found for one program, which recomputes residuals of loops for speed; none if it
     `keeps` them."""
-    if not keeps:
-        request = replace(request, program=run(passes_that_run("before placing"), request.program, request.context))
+    passes = passes_that_run("before placing", "one program")
+    program = run([p for p in passes if not (keeps and p.name == RESIDUALS)], request.program, request.context)
+    request = replace(request, program=program)
     placing = Placing.of(request)
     return placing.plan if request.limit is None else placing.within(request.limit)
 

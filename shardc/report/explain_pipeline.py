@@ -9,6 +9,7 @@ from typing import Any, Final
 from shardc.arrays.remote_array import SMALL, bytes_of, is_small
 from shardc.ir.collective import known_bytes, unknown_among
 from shardc.machine.mesh import MeshView
+from shardc.machine.puts import HERE
 from shardc.passes.estimate.plan_cost import Time
 from shardc.pipeline.cut.split_tasks import StageTask
 from shardc.pipeline.place_stages import Stage
@@ -275,16 +276,22 @@ def _transfers(plan: MpmdPlan) -> Section:
     if not plan.transfers:
         return Section("Transfers between stages: none")
     keyed = [
-        ((t.value, t.count, t.bytes // t.count, t.source < t.target, t.seconds), t.line, (t.source, t.target))
+        (
+            (t.value, t.count, t.bytes // t.count, t.source < t.target, t.seconds, t.carrier),
+            t.line,
+            (t.source, t.target),
+        )
         for t in plan.transfers
     ]
     rows: list[Sequence[str]] = []
-    for (value, count, size, _, seconds), lines, pairs in fold_rows(keyed):
+    apart = any(t.carrier != HERE for t in plan.transfers)
+    for (value, count, size, _, seconds, carrier), lines, pairs in fold_rows(keyed):
         assert isinstance(size, int) and isinstance(seconds, float)
         copies = len(set(lines))
         made = times_text(fold_paths(sorted(set(lines))), copies)
         made = f"copy of {made}" if made.startswith("argument ") else made
-        rows.append((pairs_text(pairs), str(value), str(count), bytes_text(size), seconds_text(seconds), made))
+        by = [str(carrier)] * apart
+        rows.append((pairs_text(pairs), str(value), str(count), bytes_text(size), seconds_text(seconds), *by, made))
     for t in plan.transfers:
         for stage, size, when in (
             (t.source, t.before, "before it crosses"),
@@ -292,7 +299,7 @@ def _transfers(plan: MpmdPlan) -> Section:
         ):
             if size:
                 made = f"within stage {stage}, {when} {t.source} -> {t.target}"
-                rows.append((str(stage), t.value, str(t.count), bytes_text(size // t.count), "", made))
+                rows.append((str(stage), t.value, str(t.count), bytes_text(size // t.count), "", *[""] * apart, made))
     whole, crosses = (
         bytes_text(sum(sizes)) for sizes in zip(*((t.bytes, t.border_bytes) for t in plan.transfers), strict=True)
     )
@@ -300,7 +307,7 @@ def _transfers(plan: MpmdPlan) -> Section:
         f"Transfers between stages, {whole} a call, {crosses} of all devices together: bytes that a device sends, and "
         "time, of one execution"
     )
-    return Section(title, ("stages", "value", ">times each", ">bytes", ">time", "made by"), rows)
+    return Section(title, ("stages", "value", ">times each", ">bytes", ">time", *["by"] * apart, "made by"), rows)
 
 
 def _channels(plan: MpmdPlan, timeline: Timeline) -> Section | None:

@@ -213,18 +213,20 @@ class Actor(Generic[T]):
         "rounds", "step",
     )  # fmt: skip
 
-    def __init__(self, net: Network, number: int, free: T, rounds: int | None = None) -> None:
+    def __init__(self, net: Network, number: int, free: T, rounds: int | None = None, begin: int = 0) -> None:
         """
         Args:
           net: the network.
           number: the actor's.
           free: the value that a register carries before its first use (the time 0 in the simulator).
           rounds: to run; None: one period. The driver delivers `net.first_messages()`.
+          begin: the first of these rounds that is run; those before were run elsewhere.
         """
         self.number = number
-        self.position = self.period = 0
         self._steps = net.actors[number]
         self._length = net.period
+        self.period = begin // net.period
+        self.position = sum(s.round < begin % net.period for s in self._steps)
         self.step: Step | None = None
         self._inbox: dict[Message, T] = {}
         self._later: dict[Message, deque[T]] = {}

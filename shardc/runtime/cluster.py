@@ -15,6 +15,7 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
@@ -32,6 +33,8 @@ from shardc.runtime.transport.tls import TlsSocket
 from shardc.runtime.transport.wire import Hello, Listener, dial, listen
 
 _log: Final = logging.getLogger("shardc")
+RUN: Final = "run"
+"""Name of the text about the run of a flow in which processes may be replaced; empty if there is none."""
 _UNKNOWN: Final = 5.0
 """Seconds after `silence` by which the launcher knows of every loss."""
 _GATHERING: Final = 0
@@ -63,7 +66,9 @@ class RunConfig:
       least: how many processes the run may go on with if hosts are lost; 0: all of them.
       grace: seconds that the processes have to save and end when the run is asked to end.
       plain_data: whether large values go to other hosts without encryption.
+      carrier: what carries values between processes of one JAX runtime: `put` or `links`; empty: by their devices.
       judging: seconds beyond `deadline` in which the launcher finds who does not come.
+      joins: whether this process was started in place of a lost one, while the others go on with a run.
     """
 
     me: int
@@ -79,7 +84,9 @@ class RunConfig:
     least: int = 0
     grace: float = 25.0
     plain_data: bool = False
+    carrier: str = ""
     judging: float = 0.0
+    joins: bool = False
 
     @property
     def patience(self) -> float:
@@ -94,6 +101,10 @@ class RunConfig:
         """The processes of the island of a process."""
         first = process // self.per_island * self.per_island
         return range(first, first + self.per_island)
+
+
+class _Moved(Exception):
+    """Raised when a process that is dialed listens elsewhere: it was replaced."""
 
 
 class Cluster:
@@ -133,6 +144,10 @@ class Cluster:
         self.on_wrong: Callable[[ClusterError], None] = lambda error: _log.error("%s", error)
         """Called, once for each, in a thread of its own, with the error of a call that differs from those of other
         processes, or that others never make, if the main thread has not raised it in time: by default it is logged."""
+        self.welcomes: dict[int, Callable[[Link], None]] = {}
+        """For each network, by its number, a function that is called with the link to the successor of a process."""
+        self.replaced: frozenset[int] = frozenset()
+        """The processes that may be lost and replaced now: a gathering waits for their successors."""
         self.last_step = LastStep(self._changed, self._stopped)
         self.on_orphaned: Callable[[], None] = self.end
         """Called when the launcher has ended: by default this process ends too."""
@@ -176,10 +191,10 @@ class Cluster:
                     if int(event["epoch"]) > max(self.epoch, self._next or 0):
                         self._next = int(event["epoch"])
                     self.config = replace(self.config, restarts=int(event["restarts"]))
-                case "done" | "end soon" | "end after":
+                case "done" | "end soon" | "end after" | "leave":
                     self._hear_ends(event)
-                case "leave":
-                    self._leaving = True
+                case "away" | "back":
+                    self._hear_of_successor(event)
                 case "over":
                     self._over = str(event["why"])
                 case "text" | "computes":  # a text wakes who waits for it
@@ -190,12 +205,27 @@ class Cluster:
         if event["event"] == "gone":
             self.on_orphaned()
 
+    def _hear_of_successor(self, event: Event) -> None:
+        """Hear that a process is started again while the others go on, or that it listens for links."""
+        peer = int(event["process"])
+        if event["event"] == "away":
+            self.config = replace(self.config, restarts=int(event["restarts"]))
+            link = self._links.pop(peer, None)
+            if link is not None:  # in another thread: who sends over it may wait for this one
+                threading.Thread(target=link.drop, args=("it is started again",), daemon=True).start()
+        elif peer < self.me and peer not in self._links:
+            name = f"shardc dials process {peer} again"
+            threading.Thread(target=_unless_over, args=(self.link, peer), name=name, daemon=True).start()
+
     def _tell_begun(self) -> None:
         """Tell the launcher how many steps this process has begun; it names the last one to all."""
         self.store.set(self._key(f"begun/{self.me}"), json.dumps(self.last_step.ask()))
 
     def _hear_ends(self, event: Event) -> None:
-        """Hear which scripts have ended, or that this one is to end soon, or after how many steps."""
+        """Hear which scripts have ended, or all, or that this one is to end soon, or after how many steps."""
+        if event["event"] == "leave":
+            self._leaving = True
+            return
         if event["event"] == "end soon":
             self._tell_begun()
             return
@@ -284,12 +314,24 @@ class Cluster:
         peer, epoch = hello
         with self._changed:
             # it dials where this process listens in this epoch, and once: what is late is of an earlier epoch
-            mine = self.me < peer < self.processes and peer not in self._links
+            known = self._links.get(peer)
+            mine = self.me < peer < self.processes and (known is None or known.lost is not None)
             if epoch != self.epoch or not mine or self._closed:
                 _log.warning("process %d: dropped a link of process %d, of epoch %d", self.me, peer, epoch)
                 sock.close()
                 return
-            self._add_link(sock, peer)
+            link = self._add_link(sock, peer)
+        self._reattach(link)
+
+    def _reattach(self, link: Link) -> None:
+        """Let networks and gatherings that were begun with another process have the link to its successor."""
+        for welcome in list(self.welcomes.values()):
+            welcome(link)
+        with self._changed:
+            calls = list(self._gathering.values()) if link.peer in self.replaced else []
+        for call in calls:
+            call.forget(link.peer)
+            self._send(self._due(call))
 
     def _add_link(self, sock: socket.socket, peer: int) -> Link:
         if isinstance(sock, TlsSocket):
@@ -336,14 +378,25 @@ class Cluster:
         raise self._ended_error([peer], why) if ended else ClusterError(self._late_text([peer], why))
 
     def _dial(self, peer: int, why: str) -> Link:
-        config = self.config
-        address = self.published("address", peer, why)
-        sock = dial(address, config.secret, Hello(self.me, config.epoch), config.patience, self.check)
+        config, sock = self.config, None
+        while sock is None:
+            address = self.published("address", peer, why)
+            with suppress(_Moved):
+                check = partial(self._check_address, peer, address)
+                sock = dial(address, config.secret, Hello(self.me, config.epoch), config.patience, check)
         with self._changed:
-            if config.epoch == self.epoch and not self._closed:
-                return self._add_link(sock, peer)
+            made = self._add_link(sock, peer) if config.epoch == self.epoch and not self._closed else None
+        if made is not None:
+            self._reattach(made)
+            return made
         sock.close()
         raise PeerLostError("other processes of this run were started again.", -1)
+
+    def _check_address(self, peer: int, address: str) -> None:
+        """Raise if nobody is to be dialed there any more."""
+        self.check()
+        if self.store.texts.get(self._key(f"address/{peer}")) != address:
+            raise _Moved
 
     def receive_tagged(self, peer: int, tag: str, why: str) -> Packed:
         """Wait for the value that another process sends under `tag`.
@@ -445,6 +498,11 @@ class Cluster:
           PeerLostError, ClusterError: as `gather`.
         """
         with self._changed:
+            if self.config.joins:
+                raise ClusterError(
+                    f"process {self.me} was started again while the others run a flow. It can join them only in the "
+                    f"first call that its script makes with others, and it is {why}."
+                )
             key = name, self.count(name)
             self.refuse_ended(members, name, why)
             call = self._gathering[key] = self._begun[name] = Gathering(key, members, self.me, text, why, verdict)
@@ -539,7 +597,7 @@ class Cluster:
 
     def _loss_of(self, peer: int) -> PeerLostError | None:
         link = self._links.get(peer)
-        return None if link is None else link.lost
+        return None if link is None or peer in self.replaced else link.lost
 
     def receive(self, peer: int, frame: Frame) -> None:
         """Take texts of a gathering, and send on what is due. Runs in the reader thread of the link."""
@@ -563,6 +621,32 @@ class Cluster:
         """Wake the threads that gather texts: a link is lost."""
         with self._changed:
             self._changed.notify_all()
+
+    # -- a run that a process joins
+
+    def counts(self) -> dict[str, int]:
+        """How many calls of each name this process has made."""
+        with self._changed:
+            return dict(self._counts)
+
+    @property
+    def is_first_call(self) -> bool:
+        """Whether this process has made no call yet that others take part in."""
+        return not self._begun
+
+    def say_run(self, said: Mapping[str, Any]) -> None:
+        """Tell the launcher, and processes that it starts in place of lost ones, of the run that goes on."""
+        self.store.set(self._key(RUN), json.dumps(said))
+
+    def wait_for_run(self, process: int) -> str:
+        """Wait for what `say_run` of a process has told last."""
+        return self.wait_for_text(self._key(RUN), process, "to tell of its run")
+
+    def join(self, counts: Mapping[str, int]) -> None:
+        """Join the others, which have made so many calls of each name."""
+        with self._changed:
+            self._counts = dict(counts)
+            self.config = replace(self.config, joins=False)
 
     # -- scripts that have ended
 
@@ -646,8 +730,9 @@ class Cluster:
         """Begin the epoch that the launcher has announced. Links of the epoch before, also new ones, are dropped."""
         with self._changed:
             assert self._next is not None
-            self.config = replace(self.config, epoch=self._next)
+            self.config = replace(self.config, epoch=self._next, joins=False)
             self._next = self._lost = None
+            self.replaced = frozenset()
             self.loop.begin(0)  # what is said belongs to an epoch
             self._counts.clear()
             self._begun.clear()
@@ -671,6 +756,12 @@ class Cluster:
         self._listener.close()
         self._drop_links()
         self.store.close()
+
+
+def _unless_over(call: Callable[[int], object], peer: int) -> None:
+    """Make a call; that the run ends meanwhile is no error of its own."""
+    with suppress(ClusterError):
+        call(peer)
 
 
 _current: list[Cluster] = []

@@ -14,7 +14,9 @@ import json
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from queue import SimpleQueue
+from types import MappingProxyType
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
@@ -22,6 +24,7 @@ from shardc.errors import ClusterError, PeerLostError, PipelineError
 from shardc.runtime.actor import Message, Network
 from shardc.runtime.calls import processes_text
 from shardc.runtime.mailbox import ALL_RUNS, Mailbox, Port, RunStopped, stop_all
+from shardc.runtime.replaced.successors import Successors
 from shardc.runtime.stalls import Stall
 from shardc.runtime.status.waits import Wait
 from shardc.runtime.transport.connection import Frame, FrameKind
@@ -101,6 +104,8 @@ class DistributedNetwork:
       codec: for values. A packed value has a description or a buffer; without both it arrives as None.
       crossing: the channels between actors of the same several processes whose parts go to all of these; a message of
         the others stays in each process.
+      senders: for channels whose values do not go over links, the function that sends a frame to a process: its link
+        delivers it there.
 
     Attributes:
       mine: the actors of this process.
@@ -108,11 +113,12 @@ class DistributedNetwork:
         from here and from other processes, and to stop runs there.
     """
 
-    def __init__(  # a network, and where it runs
+    def __init__(  # noqa: PLR0913  # a network, and where it runs
         self, net: Network, number: int, places: Sequence[Sequence[int]], links: Mapping[int, Link], codec: Codec,
-        crossing: Collection[int] = (),
+        crossing: Collection[int] = (), senders: Mapping[int, Callable[[int, Frame], None]] = MappingProxyType({}),
     ) -> None:  # fmt: skip
-        self.net, self.number, self.places, self.links, self.codec = net, number, places, links, codec
+        self.net, self.number, self.places, self.links, self.codec = net, number, places, dict(links), codec
+        self.senders = senders
         self.me = next((link.me for link in links.values()), places[0][0] if places else 0)
         self.mine = [a for a, ps in enumerate(places) if not links or self.me in ps]
         self.ports: dict[int, Port] = {
@@ -152,6 +158,7 @@ class DistributedNetwork:
         """The runs that other processes have stopped."""
         self._values: dict[tuple[int, int], Expected] = {}
         self._awaited: WeakValueDictionary[tuple[int, int], Expected] = WeakValueDictionary()
+        self.successors = Successors(self)
 
     def open(self, mailboxes: Mapping[int, Mailbox], seconds: float) -> None:
         """Wait until all other processes have opened the network too. From then on any of them may send.
@@ -175,6 +182,37 @@ class DistributedNetwork:
                 f"within {seconds:g} s. Each process has to make the same calls in the same order; if it only takes "
                 "longer, give `--deadline` more seconds."
             )
+
+    # -- for successors of lost processes
+
+    @property
+    def lost(self) -> PeerLostError | None:
+        """Why no run of this network can complete; None: all is well."""
+        return self._lost
+
+    def join(self, mailboxes: Mapping[int, Mailbox], look: Callable[[], object], seconds: float) -> int:
+        """Do `open` in the successor of a process, for a run that goes on. Returns the first round that it runs.
+
+        Raises:
+          PeerLostError, ClusterError: as `Successors.join`.
+        """
+        self._mailboxes = mailboxes
+        first = self.successors.join(look, seconds)
+        with self._changed:
+            self._opened |= self.links.keys()
+        return first
+
+    def empty_frame(self, run: int, channel: int, peer: int, round: int) -> Frame:
+        """A message without values."""
+        about, buffers = self.codec.pack(channel, peer, ())
+        return Frame(FrameKind.MESSAGE, self.number, run, channel, round % self.net.period, about, buffers)
+
+    def last_frames(self, run: int) -> list[Frame]:
+        """The frames that tell that a run ends, or was stopped."""
+        with self._changed:
+            end, why = self._ends.get(run), self._why_stopped(run)
+        ends = [] if end is None else [Frame(FrameKind.END, self.number, run, 0, end)]
+        return ends if why is None else [*ends, self.stop_frame(run, why)]
 
     def close(self) -> None:
         """Accept no more messages. Values that a caller still waits for arrive: other processes may be behind."""
@@ -224,6 +262,8 @@ class DistributedNetwork:
                     self.end(frame.run, frame.key)
                 case FrameKind.VALUE:
                     self._value(frame.run, frame.channel).put((frame.about, frame.buffers))
+                case FrameKind.OPEN if frame.about:
+                    self.successors.hear(peer, frame)
                 case FrameKind.OPEN:
                     with self._changed:
                         self._opened.add(peer)
@@ -249,6 +289,8 @@ class DistributedNetwork:
     def _message(self, peer: int, frame: Frame) -> None:
         sources = self.places[self.net.channels[frame.channel].source]
         part = frame.about, frame.buffers
+        if not self.successors.is_new(peer, frame):
+            return
         if len(sources) == 1:
             self._deliver(frame, {peer: part})
             return
@@ -282,6 +324,12 @@ class DistributedNetwork:
         if mailbox is not None:
             mailbox.message(frame.run, (frame.channel, frame.key), value)
 
+    def send(self, frame: Frame, link: Link) -> None:
+        """Send a part of a message, or why there is none, to the process of a link."""
+        carried = frame.kind is FrameKind.MESSAGE and bool(frame.buffers)
+        sender = self.senders.get(frame.channel) if carried else None
+        (link.send if sender is None else partial(sender, link.peer))(frame)
+
     def packer(self, actor: int) -> _Packer:
         """The thread that packs what an actor gives: in the order of its steps, which is the same in all processes of
         the actor, so that no part waits for a device behind one that another process makes later."""
@@ -297,17 +345,24 @@ class DistributedNetwork:
                 self._changed.notify_all()
             return
         channel = self.net.channels[frame.channel]
+        if not self.successors.is_new(peer, frame) or channel.registers is None:
+            return
+        self.free(frame.run, frame.channel, peer)
+
+    def free(self, run: int, number: int, peer: int) -> None:
+        """Count a credit of one reader of a channel: a register is free when all of them have given it back."""
+        channel = self.net.channels[number]
         readers = self.places[channel.target]
         if len(readers) > 1:
             with self._changed:
-                counts = self._credits.setdefault((frame.run, frame.channel), dict.fromkeys(readers, 0))
+                counts = self._credits.setdefault((run, number), dict.fromkeys(readers, 0))
                 before = min(counts.values())
                 counts[peer] += 1
                 if min(counts.values()) == before:
                     return
         mailbox = self._mailbox(channel.source)
         if mailbox is not None:
-            mailbox.credit(frame.run, frame.channel)
+            mailbox.credit(run, number)
 
     def _mailbox(self, actor: int) -> Mailbox | None:
         """The mailbox of an actor of this process; None if another thread has closed the network meanwhile."""
@@ -319,7 +374,7 @@ class DistributedNetwork:
     def _stop(self, frame: Frame) -> None:
         said = json.loads(frame.about)
         if "lost" in said:
-            self._give_up(PeerLostError(said["text"], said["lost"]))
+            self.give_up(PeerLostError(said["text"], said["lost"]))
         else:
             self._stop_all(frame.run, PipelineError(said["text"], said["process"]))
 
@@ -329,8 +384,10 @@ class DistributedNetwork:
         If the process has left on purpose, everything it sent has arrived: a run goes on until it waits for more.
         """
         link = self.links.get(error.process)
+        if self.successors.lose(error):
+            return
         if link is None or not link.left or link.lost is not error or error.process not in self._opened:
-            self._give_up(error)
+            self.give_up(error)
             return
         with self._changed:
             self._left[error.process] = error
@@ -343,7 +400,8 @@ class DistributedNetwork:
                 if error.process in processes:
                     mailbox.leave(actor, error)
 
-    def _give_up(self, error: PeerLostError) -> None:
+    def give_up(self, error: PeerLostError) -> None:
+        """End all runs here and in the other processes."""
         with self._changed:
             if self._lost is not None:
                 return
@@ -363,7 +421,7 @@ class DistributedNetwork:
     def stop(self, run: int, why: Exception) -> None:
         """Abandon one run in all processes. Each is notified once."""
         if isinstance(why, PeerLostError):
-            self._give_up(why)
+            self.give_up(why)
             return
         self._stop_all(run, why)
 
@@ -542,22 +600,27 @@ class _RemotePort:
             return Frame(FrameKind.MESSAGE, net.number, run, channel, key, about, buffers)
 
         source = net.net.channels[channel].source
-        if net.me in self._takers or len(net.places[source]) > 1:
+        if net.me in self._takers or len(net.places[source]) > 1 or channel in net.senders:
             ready = value is None or net.codec.is_ready(value)
-            net.packer(source).do(lambda: self._send(frame), ready)
+            net.packer(source).do(lambda: self._send(run, channel, frame), ready)
             return
-        name = net.number, run, message  # those of later rounds do not overtake it
-        for link in (net.links[p] for p in self._takers):
+
+        def send(link: Link) -> None:
+            # those of later rounds do not overtake it
+            name = net.number, run, message if net.successors.replay(run, link.peer) is None else channel
             if link.is_packing(name) or not (value is None or net.codec.is_ready(value)):
-                link.send_when_packed(lambda peer=link.peer: frame(peer), name)
+                link.send_when_packed(lambda: frame(link.peer), name)
             else:
                 link.send(frame(link.peer))
 
-    def _send(self, frame: Callable[[int], Frame]) -> None:
+        for p in self._takers:
+            net.successors.post(run, p, channel, send)
+
+    def _send(self, run: int, channel: int, frame: Callable[[int], Frame]) -> None:
         net = self._network
         for p in self._takers:  # the part for this process last: others wait for theirs
             if p != net.me:
-                net.links[p].send(frame(p))
+                net.successors.post(run, p, channel, partial(net.send, frame(p)))
         if net.me in self._takers:
             net.receive(net.me, frame(net.me))
 
@@ -567,7 +630,7 @@ class _RemotePort:
             if p == self._network.me:
                 self._network.receive(p, frame)
             else:
-                self._network.links[p].send(frame)
+                self._network.successors.give_back(run, p, channel)
 
     def end(self, run: int, rounds: int) -> None:
         self._network.end(run, rounds)

@@ -48,6 +48,7 @@ class ProcessShare:
       look: called about once a second while a run waits. An error that it raises ends the run in all processes.
       channels: the port of each channel whose ends run both here and in other processes; as in `Ports`.
       others: to stop and end runs in other processes.
+      counted: as in `Ports`.
     """
 
     mine: Collection[int]
@@ -56,6 +57,7 @@ class ProcessShare:
     look: Callable[[], object] | None = None
     channels: Mapping[int, Port] = field(default_factory=dict[int, Port])
     others: Port | None = None
+    counted: Collection[int] = ()
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,7 @@ class Executor:
         shares = [_share_of(actors, found, limit) for actors in _split(here, threads.count)]
         self.mailboxes: dict[int, Mailbox] = {a: s.mailbox for s in shares for a in s.tasks}
         """The mailbox of each actor, to which other processes post messages and credits."""
-        self._ports = Ports({**share.ports, **self.mailboxes}, share.channels, share.others)
+        self._ports = Ports({**share.ports, **self.mailboxes}, share.channels, share.others, share.counted)
         self._reports: SimpleQueue[None] = SimpleQueue()
         moves = [None if transports is None else transports(c) for c in net.channels]
         self._workers = [Worker(net, s, self._ports, moves, self._reports) for s in shares]
@@ -140,6 +142,7 @@ class Executor:
         record: bool = False,
         rounds: int | None = None,
         first: Mapping[Message, Sequence[Any]] | None = None,
+        begin: int = 0,
     ) -> list[Span]:
         """Run all steps of the actors of this process, and return when the last one is launched.
 
@@ -148,6 +151,7 @@ class Executor:
           rounds: to run, unless a task ends the run before with `RoundsEnded`. None: one period.
           first: the values of `net.first_messages()` for actors of this process, each message's in order. Those for
             others are ignored.
+          begin: the first round. Those before, another process has run in place of this one.
 
         Returns:
           with `record`, the host times of all steps by actor, in seconds of `time.perf_counter`: from the arrival of
@@ -164,15 +168,17 @@ class Executor:
         try:
             if not self._finalizer.alive:
                 raise PipelineError("Executor.run: the executor is closed.")
-            given = self._first_of(first or {}, rounds)
+            given = self._first_of(first or {}, rounds, begin)
             del first  # the values go as they are taken
             self.left, self.rounds = {}, self._net.period if rounds is None else rounds
             self.runs += 1
-            return self._run([RunOrder(self.runs, record, rounds, f) for f in given])
+            return self._run([RunOrder(self.runs, record, rounds, f, begin) for f in given])
         finally:
             self._running.release()
 
-    def _first_of(self, first: Mapping[Message, Sequence[Any]], rounds: int | None) -> list[dict[Message, list[Any]]]:
+    def _first_of(
+        self, first: Mapping[Message, Sequence[Any]], rounds: int | None, begin: int
+    ) -> list[dict[Message, list[Any]]]:
         """The first messages of each thread."""
         wrong = [f"rounds={rounds}; it has to be 0 or more."] if rounds is not None and rounds < 0 else []
         counts = {m: late.taken(late.delay) for m, late in self._late.items()}
@@ -184,7 +190,8 @@ class Executor:
         ]
         if wrong:
             raise PipelineError(all_offenders("Executor.run:", wrong))
-        return [{m: list(first[m]) for m, n in counts.items() if n and w.takes(m)} for w in self._workers]
+        over = {m: late.taken(begin) for m, late in self._late.items()}
+        return [{m: list(first[m][over[m] :]) for m, n in counts.items() if n and w.takes(m)} for w in self._workers]
 
     def abandon(self, run: int, error: BaseException) -> None:
         """Count a run, also one that did not begin here, as failed, and stop it in all processes: the next run then has

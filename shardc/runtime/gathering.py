@@ -115,6 +115,11 @@ class Gathering:
                 found[peer] = {text: mask & new for text, mask in self._texts.items() if mask & new}
         return found
 
+    def forget(self, process: int) -> None:
+        """Forget what was sent to a process: its successor has nothing of it."""
+        if process in self._sent:
+            self._sent[process] = 0
+
     @property
     def is_complete(self) -> bool:
         return self._known == self._full

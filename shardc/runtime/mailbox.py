@@ -7,7 +7,7 @@ post carries the number of the run, which tells leftovers of a failed run apart.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
@@ -53,11 +53,13 @@ class Ports:
       actors: of each actor, where its messages go, and credits for it.
       channels: instead of these, of channels whose ends run both here and in other processes.
       others: to stop and end runs in other processes; None: there are none.
+      counted: channels without a bound whose giver gets credits nevertheless.
     """
 
     actors: Mapping[int, Port]
     channels: Mapping[int, Port] = field(default_factory=dict[int, Port])
     others: Port | None = None
+    counted: Collection[int] = ()
 
     def at(self, actor: int, channel: int) -> Port:
         """The port for what is posted to an actor because of a channel."""

@@ -89,7 +89,7 @@ class StoreServer:
         on_end: Callable[[int], None] | None = None,
         on_report: Callable[[int, Mapping[str, Any]], None] | None = None,
     ) -> None:
-        self._texts: dict[str, str] = {}
+        self._texts: dict[str, str | None] = {}
         self._asked: dict[str, set[int]] = {}
         """The processes that have asked for a text, by its key."""
         self._clients: dict[int, _ServedProcess] = {}
@@ -140,8 +140,8 @@ class StoreServer:
             self._on_report(client.process, said["data"])
         client.notify({"number": said["number"]})
 
-    def set(self, key: str, text: str) -> None:
-        """Set a text, and send it to the processes that have asked for it."""
+    def set(self, key: str, text: str | None) -> None:
+        """Set a text, and send it to the processes that have asked for it. None: it is not set any more."""
         with self._lock:
             self._texts[key] = text
             for process in self._asked.get(key, ()):

@@ -59,12 +59,14 @@ class RunOrder:
       rounds: None: one period.
       first: the values of `net.first_messages()` for the actors of the thread, each message's in order. The thread
         empties it.
+      begin: the first round.
     """
 
     run: int
     record: bool = False
     rounds: int | None = None
     first: dict[Message, list[Any]] = field(default_factory=dict[Message, list[Any]])
+    begin: int = 0
 
 
 class _ActorState:
@@ -75,8 +77,8 @@ class _ActorState:
         self.routes: list[_StepRoute] = []
         self.rewind()
 
-    def rewind(self, rounds: int | None = None) -> None:
-        self.actor: Actor[Any] = Actor(self.net, self.number, None, rounds)
+    def rewind(self, rounds: int | None = None, begin: int = 0) -> None:
+        self.actor: Actor[Any] = Actor(self.net, self.number, None, rounds, begin)
         self.prepared = False
         self.changed = True
         """Whether a message or credit has come since the actor was last found stuck."""
@@ -188,7 +190,11 @@ class Worker:
         return _StepRoute(
             task, step.label, step.round, [(i, move) for i, move in moves if move is not None],
             [(self._at(channels[m[0]].target, m[0]), m) for m in step.gives],
-            [(self._at(channels[c].source, c), c) for c, _ in step.takes if channels[c].registers is not None],
+            [
+                (self._at(channels[c].source, c), c)
+                for c, _ in step.takes
+                if channels[c].registers is not None or c in self._ports.counted
+            ],
         )  # fmt: skip
 
     def _at(self, actor: int, channel: int) -> _ActorState | Port:
@@ -263,7 +269,7 @@ class Worker:
         self.spans, self.failures, self.stopped, self.waits, self.left = [], [], False, [], {}
         self.ended = False
         for state in self._states:
-            state.rewind(order.rounds)
+            state.rewind(order.rounds, order.begin)
         while order.first:
             message, values = order.first.popitem()
             values.reverse()

@@ -82,22 +82,9 @@ def _valid(shape: Sequence[int], placement: Placement, sizes: AxisSizes) -> list
     return found
 
 
-def to_physical(x: NDArray[Any], placement: Placement, sizes: AxisSizes) -> NDArray[Any]:
-    """The physical array of a logical NumPy array. Of a partial sum the first device holds all, the others zero."""
-    if is_plain(x.shape, placement, sizes):
-        return x
-    out = np.zeros(physical_shape(x.shape, placement, sizes), x.dtype)
-    target = out[0, ...] if placement.partial_axes else out  # a view, of a scalar too
-    at = _valid(x.shape, placement, sizes)
-    if all(isinstance(rows, slice) for rows in at):
-        target[tuple(at)] = x
-    else:
-        target[np.ix_(*(np.arange(rows.stop) if isinstance(rows, slice) else rows for rows in at))] = x
-    return out
-
-
-def to_physical_traced(x: jax.Array, placement: Placement, sizes: AxisSizes) -> jax.Array:
-    """`to_physical` of a JAX array, also in a trace."""
+def to_physical(x: jax.Array, placement: Placement, sizes: AxisSizes) -> jax.Array:
+    """The physical array of a logical one, also in a trace. Of a partial sum the first device holds all, the others
+    zero; of a partial maximum or minimum each holds all."""
     if is_plain(x.shape, placement, sizes):
         return x
     shape = physical_shape(x.shape, placement, sizes)
@@ -107,6 +94,8 @@ def to_physical_traced(x: jax.Array, placement: Placement, sizes: AxisSizes) -> 
         source[rows] = np.arange(x.shape[dim])
         if placement.axes_of(dim):
             x = jax.numpy.take(x, source, axis=dim, mode="fill", fill_value=0)
+    if lead and placement.partial_op != "sum":
+        return jax.numpy.broadcast_to(x[None], shape)
     return jax.numpy.pad(x[None], [(0, shape[0] - 1), *[(0, 0)] * x.ndim]) if lead else x
 
 

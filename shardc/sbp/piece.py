@@ -22,7 +22,7 @@ from shardc.machine.mesh import MeshView
 from shardc.sbp.cost import send_price
 from shardc.sbp.placement import block_sizes, extents, local_shape
 from shardc.sbp.ring import ring_of, run_ring
-from shardc.sbp.signature import OperandWindow, Ranges, Rule, Setting, Site, neutral_value
+from shardc.sbp.signature import OperandWindow, Ranges, Rule, Setting, Site, Turned, neutral_value
 
 Positions: TypeAlias = NDArray[np.intp]
 
@@ -34,7 +34,7 @@ class Sent:
     `operand` is the number of the operand whose window it brings; None: the pieces of a factor exchange arrays.
     """
 
-    kind: Literal["all_gather", "permute"]
+    kind: Literal["all_gather", "all_to_all", "permute"]
     axes: tuple[str, ...]
     shape: tuple[int, ...]
     dtype: Any
@@ -246,7 +246,10 @@ def internal_steps(rule: Rule, setting: Setting) -> tuple[Sent, ...]:
     found = _window_steps(rule, setting)
     for factor, arrays in rule.exchanged.items():
         if factor in crossed:
-            found += [Sent("all_gather", crossed[factor], tuple(a.shape), a.dtype) for a in arrays(setting)]
+            found += [
+                Sent("all_to_all" if isinstance(a, Turned) else "all_gather", crossed[factor], tuple(a.shape), a.dtype)
+                for a in arrays(setting)
+            ]
     return tuple(found)
 
 

@@ -131,10 +131,14 @@ class Site(Setting):
 
 
 class Wire(Protocol):
-    """The two collectives that a local piece may use; its rule says when (`windows`, `exchanged`)."""
+    """The collectives that a local piece may use; its rule says when (`windows`, `exchanged`)."""
 
     def all_gather(self, x: Any, axes: tuple[str, ...]) -> Any:
         """The `x` of all devices along `axes`, stacked in a new leading dimension."""
+        ...
+
+    def all_to_all(self, x: Any, axes: tuple[str, ...]) -> Any:
+        """Row i of `x` on every device along `axes`, stacked in their order, on device i."""
         ...
 
     def permute(self, x: Any, axes: tuple[str, ...], pairs: Sequence[tuple[int, int]]) -> Any:
@@ -159,6 +163,14 @@ Local: TypeAlias = Callable[..., Sequence[Any]]
 """`local(site, *operands) -> results`: what one device computes on its pieces."""
 Exchange: TypeAlias = Callable[[Setting], Sequence[Aval]]
 """The arrays that each device sends to the others along the axes of a split factor: shape and dtype of each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turned:
+    """An array of which each device sends every other one a part of this shape: an all-to-all instead of a gather."""
+
+    shape: tuple[int, ...]
+    dtype: Any
 
 
 def bind_same(site: Site, *operands: Any) -> Sequence[Any]:

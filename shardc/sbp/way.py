@@ -60,8 +60,9 @@ class WayPlan:
       giver, taker: the meshes; None: the host.
       before, after: the boxings on either mesh.
       link: the border; None: giver and taker are one mesh, and nothing crosses.
-      together: for each device of the taker, whom it shares what arrives with: equal values share; None: nobody.
-      beside: for each device of the giver the same: where it stands beside a taker, what it has need not cross.
+      takers: for each device of the taker its process, or whatever those have in common that share what arrives; None:
+        each device gets its own copy.
+      givers: for each device of the giver the same; between a giver and a taker that are equal nothing crosses.
     """
 
     shape: Shape
@@ -75,8 +76,8 @@ class WayPlan:
     before: Boxing
     after: Boxing
     link: DeviceLink | None
-    together: tuple[Hashable, ...] | None
-    beside: tuple[Hashable, ...] | None = None
+    takers: tuple[Hashable, ...] | None
+    givers: tuple[Hashable, ...] | None = None
 
     @cached_property
     def parcels(self) -> tuple[Parcel, ...]:
@@ -89,7 +90,7 @@ class WayPlan:
                 held.setdefault(box, []).append(device)
         needed: dict[tuple[Hashable, Index], list[int]] = {}
         for device, box in enumerate(boxes(self.shape, self.arrives, sizes_of(self.taker))):
-            group = device if self.together is None else self.together[device]
+            group = device if self.takers is None else self.takers[device]
             if not _is_empty(box):
                 needed.setdefault((group, box), []).append(device)
         load = dict.fromkeys((d for devices in held.values() for d in devices), 0)
@@ -98,7 +99,7 @@ class WayPlan:
             for box, devices in held.items():
                 if _is_empty(common := _common(box, wanted)):
                     continue
-                near = [d for d in devices if self.beside is not None and self.beside[d] == group]
+                near = [d for d in devices if self.givers is not None and self.givers[d] == group]
                 source = min(near or devices, key=lambda d: (load[d], d not in targets, d))
                 load[source] += _elements(common)
                 found.append(Parcel(source, tuple(targets), common))
@@ -109,16 +110,16 @@ class WayPlan:
         """Bytes that cross the border."""
         if self.link is None:
             return 0
-        if self.together is not None:
-            return sum(p.elements for p in self.parcels if not self._stays_near(p)) * self.itemsize
+        if self.takers is not None:
+            return sum(p.elements for p in self.parcels if not self._is_near(p)) * self.itemsize
         sizes = sizes_of(self.taker)
         copies = math.prod(n for a, n in sizes.items() if not isinstance(self.arrives[a], S))
         return math.prod(self.shape) * self.itemsize * copies
 
-    def _stays_near(self, parcel: Parcel) -> bool:
-        if self.beside is None or self.together is None:
+    def _is_near(self, parcel: Parcel) -> bool:
+        if self.givers is None or self.takers is None:
             return False
-        return self.beside[parcel.source] == self.together[parcel.targets[0]]
+        return self.givers[parcel.source] == self.takers[parcel.targets[0]]
 
     @property
     def device_bytes(self) -> int:
@@ -126,12 +127,12 @@ class WayPlan:
         share the sending evenly, and devices that share what arrives the taking."""
         if not self.border_bytes:
             return 0
-        if self.together is None:
+        if self.takers is None:
             into = math.prod(local_shape(self.shape, self.arrives, sizes_of(self.taker))) * self.itemsize
         else:
-            got, sharing = Counter[Hashable](), Counter(self.together)
+            got, sharing = Counter[Hashable](), Counter(self.takers)
             for p in self.parcels:
-                got[self.together[p.targets[0]]] += _elements(p.box)
+                got[self.takers[p.targets[0]]] += _elements(p.box)
             into = max((-(-n * self.itemsize // sharing[group]) for group, n in got.items()), default=0)
         senders = 1 if self.giver is None else self.giver.size
         return max(into, -(-self.border_bytes // senders))
@@ -223,7 +224,7 @@ def _ends(shape: Shape, placement: Placement, mesh: MeshView | None) -> Iterator
 @lru_cache(maxsize=65536)
 def plan_way(  # noqa: PLR0913  # two ends and what lies between
     shape: Shape, itemsize: int, given: Placement, giver: MeshView | None, taken: Placement, taker: MeshView | None,
-    link: DeviceLink | None, together: tuple[Hashable, ...] | None = None, beside: tuple[Hashable, ...] | None = None,
+    link: DeviceLink | None, takers: tuple[Hashable, ...] | None = None, givers: tuple[Hashable, ...] | None = None,
 ) -> WayPlan:  # fmt: skip
     """The fastest way of a value between two meshes.
 
@@ -232,16 +233,14 @@ def plan_way(  # noqa: PLR0913  # two ends and what lies between
       given, giver: its placement, and the mesh; None: the host.
       taken, taker: where it goes.
       link: the border: bytes/s of one device, and seconds until the first byte arrives. None: both are one mesh.
-      together: for each device of the taker, whom it shares what arrives with: a value for each, such as its process.
-        None: each device gets its own copy.
-      beside: for each device of the giver the same, such as its process.
+      takers, givers: as in `WayPlan`.
     """
     given, taken = (p.without(m.idle) if m is not None and m.idle else p for p, m in ((given, giver), (taken, taker)))
     if link is None:
         assert giver is not None
         boxing = find_boxing(shape, itemsize, given, taken, giver)
         return WayPlan(
-            shape, itemsize, given, taken, taken, taken, giver, taker, boxing, Boxing((), ()), None, together
+            shape, itemsize, given, taken, taken, taken, giver, taker, boxing, Boxing((), ()), None, takers
         )  # fmt: skip
     best: tuple[tuple[float, int, int], WayPlan] | None = None
     for leaves in dict.fromkeys(_ends(shape, given, giver)):
@@ -249,7 +248,7 @@ def plan_way(  # noqa: PLR0913  # two ends and what lies between
         for arrives in dict.fromkeys(_ends(shape, taken, taker)):
             after = Boxing((), ()) if taker is None else find_boxing(shape, itemsize, arrives, taken, taker)
             plan = WayPlan(
-                shape, itemsize, given, leaves, arrives, taken, giver, taker, before, after, link, together, beside
+                shape, itemsize, given, leaves, arrives, taken, giver, taker, before, after, link, takers, givers
             )
             key = plan.seconds, plan.border_bytes, len(before.steps) + len(after.steps)
             if best is None or key < best[0]:

@@ -115,7 +115,7 @@ def tune(  # noqa: PLR0913  # a public face
         topology, devices = slice_of(topology, devices)
 
     def mesh_of(sizes: Sizes) -> AnyMesh:
-        return make_mesh(topology=topology, calibration=calibration, hbm=hbm, **dict(sizes))
+        return make_mesh(topology=topology, calibration=calibration, hbm=hbm, devices=None, **dict(sizes))
 
     whole = mesh_of(((axes[0], devices), *((a, 1) for a in axes[1:])))
     placed = partial(

@@ -41,7 +41,7 @@ def test_rows_have_a_machine_and_as_many_devices_as_their_mesh() -> None:
         assert math.prod(run.mesh.values()) == run.devices, name
         assert sum(run.stages) == run.layers, name
         assert family(run), name
-        peak = topology(run).flops_in(run.narrow or "bfloat16")
+        peak = topology(run).peak_in(run.narrow or "bfloat16")
         assert 0.05 < run.model_flops / run.seconds / run.devices / peak < 0.95, name
 
 
@@ -60,6 +60,7 @@ def planned(run: Run, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     plan_run.measure(run)
     (row,) = results(capsys.readouterr().out)
     assert row["planned"] == pytest.approx(Time(**row["parts"]).total, rel=1e-6)  # parts add up
+    assert row["reached"] > row["planned"]
     return row
 
 
@@ -78,7 +79,9 @@ def test_a_pipeline_and_its_table(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert row["memory"] > 0
     file = tmp_path / "rows.json"
     scaled = [row["planned"] * (1 + 0.1 * i) for i in range(4)]
-    others = [row | {"run": f"vtrain-multi-{i}", "planned": x, "published": 2 * x} for i, x in enumerate(scaled)]
+    others = [
+        row | {"run": f"vtrain-multi-{i}", "planned": x, "reached": x, "published": 2 * x} for i, x in enumerate(scaled)
+    ]
     file.write_text(json.dumps(others))
     assert main(["--read", str(file)]) == 0
     said = capsys.readouterr().out

@@ -13,12 +13,12 @@ from shardc.arrays.place import put_leaf
 from shardc.arrays.remote_array import RemoteArray
 from shardc.checkpoint.leaves import (
     blocks_of,
-    check_owned,
     check_savable,
     decode,
     described,
     dtype_text,
     encode,
+    homes_beside,
     is_remote,
     named_leaves,
     stored_dtype,
@@ -147,8 +147,7 @@ def test_arrays_that_cannot_be_saved_are_all_named():
     )
 
 
-def test_leaves_that_no_manifest_would_have():
+def test_leaves_that_other_processes_of_an_island_have():
     x = far((2, 2), elsewhere(1))
-    check_owned([("w", x), ("n", 3)], [0])
-    with pytest.raises(CheckpointError, match=r"(?s)Processes 0, 1 share .* --islands.*w: in process 1"):
-        check_owned([("w", x), ("v", np.zeros(2))], [0, 1])
+    assert homes_beside([("w", x), ("n", 3)], [0]) == {}
+    assert homes_beside([("v", np.zeros(2)), ("w", x)], [0, 1]) == {"1": [1]}

@@ -30,7 +30,7 @@ def writer():
 
 
 def start(writer, folder, arrays):
-    writer.start(0, folder, arrays, lambda: None)
+    writer.start(0, [orbax.OwnersPart(folder, arrays)], lambda: None)
 
 
 def finish(writer):
@@ -105,7 +105,7 @@ def test_it_finishes_beside_the_run(writer, tmp_path):
         assert may_end.wait(30)
         done.append((tmp_path / "0").is_dir())
 
-    writer.start(1, tmp_path / "0", X, finish)
+    writer.start(1, [orbax.OwnersPart(tmp_path / "0", X)], finish)
     assert not writer.wait(0.1) and done == []
     may_end.set()
     assert within(30, writer.wait) and done == [True]
@@ -119,8 +119,8 @@ def test_one_after_the_other(writer, tmp_path):
         time.sleep(0.2)
         order.append(1)
 
-    writer.start(1, tmp_path / "1", X, slow)
-    within(30, writer.start, 2, tmp_path / "2", X, lambda: order.append(2))
+    writer.start(1, [orbax.OwnersPart(tmp_path / "1", X)], slow)
+    within(30, writer.start, 2, [orbax.OwnersPart(tmp_path / "2", X)], lambda: order.append(2))
     within(30, writer.wait)
     assert order == [1, 2]
 
@@ -130,7 +130,7 @@ def test_an_error_comes_out_once(writer, tmp_path, arrays):
     def fail():
         raise OSError("disk full")
 
-    writer.start(1, tmp_path / "0", arrays, fail)
+    writer.start(1, [orbax.OwnersPart(tmp_path / "0", arrays)], fail)
     within(30, writer.wait)
     with pytest.raises(CheckpointError) as error:
         writer.check()
@@ -142,16 +142,16 @@ def test_the_next_start_raises_it_too(writer, tmp_path):
     def fail():
         raise OSError("disk full")
 
-    writer.start(1, tmp_path / "0", X, fail)
+    writer.start(1, [orbax.OwnersPart(tmp_path / "0", X)], fail)
     with pytest.raises(CheckpointError, match="step 1"):
-        within(30, writer.start, 2, tmp_path / "1", X, lambda: None)
+        within(30, writer.start, 2, [orbax.OwnersPart(tmp_path / "1", X)], lambda: None)
 
 
 def test_a_folder_that_cannot_be_made(writer, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
 
     def begin():
-        writer.start(1, tmp_path / "file" / "0", X, lambda: None)
+        writer.start(1, [orbax.OwnersPart(tmp_path / "file" / "0", X)], lambda: None)
         writer.wait()
         writer.check()
 
@@ -161,7 +161,7 @@ def test_a_folder_that_cannot_be_made(writer, tmp_path, monkeypatch):
 
 def test_a_dismissed_writer_does_not_hang(writer, tmp_path, caplog):
     may_end = threading.Event()
-    writer.start(1, tmp_path / "0", X, lambda: may_end.wait(30) and None)
+    writer.start(1, [orbax.OwnersPart(tmp_path / "0", X)], lambda: may_end.wait(30) and None)
     with caplog.at_level(logging.WARNING, "shardc"):
         within(10, writer.dismiss, 0.1)
     assert "still being written after 0.1 s" in caplog.text
@@ -172,7 +172,7 @@ def test_a_dismissed_writer_logs_its_error(writer, tmp_path, caplog):
     def fail():
         raise OSError("disk full")
 
-    writer.start(1, tmp_path / "0", X, fail)
+    writer.start(1, [orbax.OwnersPart(tmp_path / "0", X)], fail)
     with caplog.at_level(logging.WARNING, "shardc"):
         writer.dismiss(30)
     assert "disk full" in caplog.text
@@ -187,6 +187,6 @@ def test_an_error_of_orbax_names_the_step(writer, tmp_path, monkeypatch):
         def close(self):
             pass
 
-    monkeypatch.setitem(vars(writer), "_checkpointer", Refusing())
+    monkeypatch.setitem(writer._checkpointers, None, Refusing())
     with pytest.raises(CheckpointError, match=r"step 4 could not be written to .*: RuntimeError: no"):
-        writer.start(4, tmp_path / "0", X, lambda: None)
+        writer.start(4, [orbax.OwnersPart(tmp_path / "0", X)], lambda: None)

@@ -13,7 +13,7 @@ from shardc.arrays.place import put_leaf
 from shardc.checkpoint import orbax
 from shardc.checkpoint.leaves import blocks_of, described, encode, named_leaves
 from shardc.checkpoint.manifest import DamagedError, Manifest, RowBlock
-from shardc.checkpoint.orbax import Writer
+from shardc.checkpoint.orbax import OwnersPart, Writer
 from shardc.checkpoint.restore import check_fits, restore
 from shardc.checkpoint.steps import Checkpoint, parts_by_path
 from shardc.errors import CheckpointError
@@ -28,7 +28,7 @@ def saved(folder, tree):
         arrays.update((b.name, encode(v)) for b, v in blocks)
     if arrays:
         writer = Writer(60)
-        writer.start(3, folder / "0", arrays, lambda: None)
+        writer.start(3, [OwnersPart(folder / "0", arrays)], lambda: None)
         writer.wait()
         writer.check()
         writer.close()
@@ -109,7 +109,7 @@ def test_a_leaf_of_several_blocks_is_put_together(tmp_path):
     value = np.arange(24, dtype=np.float32).reshape(6, 4)
     writer = Writer(60)
     for owner, rows in ((0, slice(0, 4)), (1, slice(2, 6))):  # rows 2 and 3 are in both
-        writer.start(3, tmp_path / str(owner), {"0": value[rows] + 100 * owner}, lambda: None)
+        writer.start(3, [OwnersPart(tmp_path / str(owner), {"0": value[rows] + 100 * owner})], lambda: None)
         writer.wait()
     writer.close()
     leaf = described("w", value)

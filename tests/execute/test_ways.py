@@ -164,23 +164,27 @@ def process(monkeypatch):
 @pytest.mark.parametrize(
     ("given", "taker", "taken", "name"), list(itertools.product(AXES, ("others", "two", "square"), AXES, VALUES))
 )
-@pytest.mark.sampled(16)
-def test_the_parts_of_two_processes_make_the_value_in_a_third(process, given, taker, taken, name):
+@pytest.mark.parametrize("carrier", ["links", "put"])
+@pytest.mark.sampled(24)
+def test_the_parts_of_two_processes_make_the_value_in_a_third(process, monkeypatch, given, taker, taken, name, carrier):
+    monkeypatch.setattr(places, "carrier_between", lambda devices: carrier)
     with jax.enable_x64(name == "f64"):
         x = VALUES[name]
         if x.dtype in (bool, jnp.int4):
             given, taken = ({a: s for a, s in p.items() if s != P()} for p in (given, taken))
         here, there = ends("four", given, taker, taken, x)
-        ways = Ways([Way(here, there, SLOW)], wide=name == "f64")
-        codec = WaysCodec([ways])
-        left = ways.leave([here.enter(x)])
+        plan, of = here.way_to(there, SLOW), [Ways([Way(here, there, SLOW)], name == "f64") for _ in range(3)]
         parts = {}
         for process[0] in (0, 1):
-            parts[process[0]] = codec.pack(0, 2, left)
-        assert ways.sent == ways.ways[0].plan.border_bytes == sum(b.nbytes for _, bs in parts.values() for b in bs)
-        assert ways.sent == x.nbytes  # once, though the taker has several devices
+            ways = of[process[0]]
+            parts[process[0]] = WaysCodec([ways]).pack(0, 2, ways.leave([here.enter(x)]))
+            assert ways.carrier == carrier or not x.size
+            assert ways.sent == ways.planned == sum(b.nbytes for b in parts[process[0]][1])
+        assert sum(ways.sent for ways in of) == plan.border_bytes == x.nbytes  # once, for all devices of the taker
+        if carrier == "put":
+            parts = {p: (about, [jax.device_put(o.array, o.device) for o in out]) for p, (about, out) in parts.items()}
         process[0] = 2
-        (got,) = ways.arrive(codec.unpack(0, parts))
+        (got,) = of[2].arrive(WaysCodec([of[2]]).unpack(0, parts))
         np.testing.assert_array_equal(there.value(got), x)
 
 

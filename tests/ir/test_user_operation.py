@@ -79,6 +79,19 @@ def test_the_notation_is_held_against_the_shapes():
     )
     with pytest.raises(shardc.PlacementError, match="is not in factor notation"):
         shardc.signature("b d")
+    with pytest.raises(shardc.PlacementError, match="kind='flash'; write kind=\"attention\", or leave it out"):
+        shardc.signature("b d -> b d", kind="flash")  # pyright: ignore
+
+
+def test_a_kernel_of_attention_takes_longer_than_a_product_where_the_machine_says_so():
+    mesh = shardc.make_mesh(topology="h100", data=8)
+    x = jax.ShapeDtypeStruct((64, 128), jnp.bfloat16)
+
+    def computing(**kind):
+        own = shardc.signature("b _ -> b _", flops=1e15, **kind)(jnp.tanh)
+        return shardc.function(own, mesh=mesh, in_placements=({"data": S(0)},)).plan(x).time.compute
+
+    assert computing(kind="attention") == pytest.approx(computing() / 0.72)
 
 
 def _scaled(x_ref, w_ref, out_ref):

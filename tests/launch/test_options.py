@@ -85,6 +85,11 @@ def test_ray_that_is_not_installed(capsys, script, monkeypatch):
     assert error == "--ray: Ray is not installed; pip install 'shardc[ray]'."
 
 
+def test_put_wants_a_runtime_of_several_processes(capsys, script):
+    error = refused(capsys, "--processes", 2, "--islands", 2, "--carrier", "put", script)
+    assert error.startswith("--carrier put: with 2 islands each process has a JAX runtime of its own")
+
+
 def test_options_arrive(script, monkeypatch):
     seen = []
     monkeypatch.setattr(launch, "run_on_this_machine", lambda *args: seen.append(args) or 5)
@@ -100,11 +105,14 @@ def test_options_arrive(script, monkeypatch):
         "--silence",
         "2.5",
         "--plain-data",
+        "--carrier",
+        "links",
     ]
     assert main(["run", *words, str(script), "--processes", "9", "-m"]) == 5
     made = Script(str(script), ("--processes", "9", "-m"), False, 3)
-    assert seen == [(RunOptions(made, 4, None, 2, 1, silence=2.5, plain_data=True), 4)]
-    assert seen[0][0].job(4, "", b"").config.plain_data
+    assert seen == [(RunOptions(made, 4, None, 2, 1, silence=2.5, plain_data=True, carrier="links"), 4)]
+    config = seen[0][0].job(4, "", b"").config
+    assert config.plain_data and config.carrier == "links"
     assert main(["run", "--processes", "4", str(script), "--", "--steps", "9", "--"]) == 5
     assert seen.pop()[0].script.arguments == ("--steps", "9", "--")
     assert main(["run", "--processes", "1", "--log", str(script.parent / "a" / "b"), "-m", "package.module"]) == 5

@@ -211,6 +211,15 @@ def test_files_stay_as_they_are_until_the_first_row(start, tmp_path, monkeypatch
     assert not (tmp_path / "new").exists()
 
 
+def test_another_logger_gets_the_rows_and_their_steps():
+    said = []
+    with shardc.progress(total=20, items=8, log=lambda figures, step: said.append((step, figures))) as p:
+        for i in range(20):
+            p(loss=i / 2)
+    assert [(step, figures["loss"]) for step, figures in said] == [(1, 0.0), (10, 4.5), (20, 9.5)]
+    assert "tokens_per_second" in said[-1][1] and "step" not in said[-1][1]
+
+
 class Cluster:
     """A process of a run."""
 
@@ -314,13 +323,14 @@ def test_arguments_that_do_not_fit():
 
 def test_more_arguments_that_do_not_fit():
     with pytest.raises(shardc.ArgumentError) as error:
-        shardc.progress(total=3, start=5, items=float("nan"), unit=3, csv=3, tensorboard=b"runs")
+        shardc.progress(total=3, start=5, items=float("nan"), unit=3, csv=3, tensorboard=b"runs", log="wandb")
     assert str(error.value).splitlines()[1:] == [
         "  start=5: more than total=3, which counts the steps before start too.",
         "  items=nan: a positive number is needed, or None.",
         "  unit=3: a text is needed.",
         "  csv=3: a path is needed, or None.",
         "  tensorboard=b'runs': a path is needed, or None.",
+        "  log='wandb': a function is needed that takes figures and step=, as wandb.log.",
     ]
 
 

@@ -39,6 +39,12 @@ def test_make_mesh_takes_the_first_devices_in_order() -> None:
     assert [[d.id for d in row] for row in mesh.devices] == [[0, 1, 2], [3, 4, 5]]
 
 
+def test_make_mesh_takes_the_devices_that_are_named_in_their_order() -> None:
+    mesh = make_mesh(devices=jax.devices()[:3:-1], data=-1, model=2, hbm="3GB")
+    assert [[d.id for d in row] for row in mesh.devices] == [[7, 6], [5, 4]]
+    assert view(mesh).topology.hbm == 3 * 10**9
+
+
 def test_make_mesh_for_a_topology_needs_no_devices() -> None:
     mesh = make_mesh(topology="v5p:16x16x16", data=64, model=64)
     assert isinstance(mesh, AbstractMesh)
@@ -98,6 +104,7 @@ LIKE_JAX = [
 ]
 BY_NAME = "shardc.make_mesh takes the size of each axis by the name of the axis; write shardc.make_mesh"
 WRITE = "write shardc.make_mesh(data=4, model=2), or data=-1 for all devices that there are."
+DEVICES = "write a list of JAX's devices, as devices=jax.devices()[:4]."
 NEEDS = "A mesh needs a positive number of devices for each axis, got"
 
 
@@ -136,6 +143,20 @@ NEEDS = "A mesh needs a positive number of devices for each axis, got"
         (
             lambda: make_mesh(topology="v5p:4x", a=2),
             "topology='v5p:4x': the shape after the colon is written 4x4x2.",
+        ),
+        (lambda: make_mesh(devices=cast(Any, 4), a=4), f"devices=4: {DEVICES}"),
+        (lambda: make_mesh(devices=[0, 1], a=2), f"devices=: 0 is no device; {DEVICES}"),
+        (
+            lambda: make_mesh(devices=jax.devices()[:1] * 2, a=2),
+            f"devices=: {jax.devices()[0]} is there 2 times; name each device once.",
+        ),
+        (
+            lambda: make_mesh(devices=jax.devices()[:3], a=2),
+            "The mesh a=2 needs 2 devices, devices= names 3; name as many, or give one axis the size -1.",
+        ),
+        (
+            lambda: make_mesh(devices=jax.devices(), topology="v5p", a=2),
+            "topology= plans without devices, devices= names some that are there; give only one of them.",
         ),
         (lambda: make_mesh(topolgy="v5p"), f"{NEEDS} topolgy='v5p'; {WRITE} Did you mean \"topology\"?"),
         *((lambda call=call: call(make_mesh), f"{BY_NAME}({right}).") for call, right in LIKE_JAX),

@@ -84,8 +84,8 @@ def test_stages_and_tasks_have_programs_of_their_own(pipeline):
 
 def test_a_name_that_is_none_and_a_pass_that_did_not_run_are_errors(plan):
     ran = (
-        "Those that ran are canonicalize, batch_lookups, fold_transposes, drop_zero_sums, sink_constants, "
-        "recompute_residuals, insert_boxing."
+        "Those that ran are canonicalize, batch_lookups, fold_transposes, fold_reversals, drop_zero_sums, "
+        "sink_constants, share_equal, recompute_residuals, insert_boxing."
     )
     with pytest.raises(shardc.ArgumentError, match=r"^after='sink_constant': there is no such pass\. Did you mean"):
         plan.explain(after="sink_constant")
@@ -123,7 +123,10 @@ SPLIT = {"in_placements": ({}, ROWS)}
 EXAMPLES = [
     ("canonicalize", lambda x: jax.jit(jnp.tanh)(x), (f32(8, 8),), {}, {"jit": 1}, {"tanh": 1}),
     ("fold_transposes", lambda h, w: h @ w.T, (f32(8, 8), f32(8, 8)), {}, {"transpose": 1}, {}),
+    ("fold_reversals", lambda x: jnp.cumsum(x[::-1], 0)[::-1], (f32(8, 8),), {}, {"rev": 2}, {}),
+    ("fix_order", lambda x: -x.sum(), (f32(8, 8),), {"deterministic": True}, {"reduce_sum": 1}, {"in_order": 1}),
     ("drop_zero_sums", sums, (f32(8, 8),), {}, {"add": 1}, {}),
+    ("share_equal", lambda x: x / x.sum() + x * x.sum(), (f32(8, 8),), {}, {"reduce_sum": 1}, {}),
     (
         "compose_windows", lambda x: jnp.pad(x, ((1, 1), (0, 0), (0, 0)))[2:], (f32(1024, 1024, 256),), WINDOW,
         {"slice": 1, "convert_element_type": 1}, {},

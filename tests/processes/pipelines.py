@@ -5,9 +5,13 @@
 runs cases by name; without a name all that are for so many processes. Process 0 prints `ok NAME` for each.
 """
 
+import os
 import re
+import signal
 import sys
 import tempfile
+import threading
+import time
 from functools import partial
 from pathlib import Path
 
@@ -31,6 +35,8 @@ from tests.pipeline import test_parity as parity  # noqa: E402
 from tests.runtime.peers import together  # noqa: E402
 
 CASES = {}
+STOPS = 12
+"""Calls of a pipeline that are stopped at random times."""
 
 
 def case(*, processes=2, islands=None):
@@ -138,7 +144,8 @@ def an_argument_of_two_stages_and_results_elsewhere():
     made = executable_of(step)
     tasks = [id for id, task in made.plan.built.tasks.items() if task.plan is not None]
     assert sorted(made._executables) == sorted(id for id in tasks if id.stage == current().me)
-    assert made.audit().ok
+    audit = made.audit()
+    assert audit.ok and [*audit.links] == [1 - current().me] and "the link to process" in str(audit)
 
 
 @case()
@@ -366,10 +373,81 @@ def small_results_in_pieces_are_made_whole_by_all_that_hold_them():
     jax.tree.map(partial(np.testing.assert_allclose, rtol=0, atol=1e-5), shardc.fetch(tuple(state)), tuple(right))
 
 
+class Stopped(Exception):
+    """A script's own error, wherever it is."""
+
+
+def stop(*_):
+    raise Stopped
+
+
+@case(processes=4, islands=2)
+def a_stop_leaves_no_process_of_a_stage_waiting():
+    """One process is stopped at a random time of a call; the next calls are right in all of them."""
+    rng, me = np.random.default_rng(13), current().me
+    mesh = shardc.make_mesh(pipe=2, data=4)
+    params, batch = weights(rng, (256, 256), (256, 256)), batch_of(rng, 64, 256)
+    fn = shardc.accumulate(jax.value_and_grad(loss_of), microbatches=16)
+    made = shardc.function(fn, mesh=mesh, pipeline=shardc.Pipeline(), in_placements={"batch": {"data": S(0)}})
+    want = float(jax.jit(fn)(params, batch)[0])
+    signal.signal(signal.SIGUSR2, stop)
+    begin = time.monotonic()
+    assert abs(float(made(params, batch)[0]) - want) < 1e-5
+    begin = time.monotonic()
+    made(params, batch)[0].block_until_ready()
+    usual, stopped = time.monotonic() - begin, 0
+    for trial in range(STOPS):
+        chosen, after = int(rng.integers(4)), float(rng.random() * usual)
+        current().gather("trial", str(trial))
+        timer = threading.Timer(after, os.kill, (os.getpid(), signal.SIGUSR2))
+        try:
+            if me == chosen:
+                timer.start()
+            float(made(params, batch)[0])
+            if me == chosen:
+                timer.join()
+        except (Stopped, shardc.PipelineError) as error:
+            stopped += 1
+            del error
+        assert abs(float(made(params, batch)[0]) - want) < 1e-5
+        if me == 0:
+            print(f"trial {trial}: process {chosen} after {after:.3f} of {usual:.3f} s", flush=True)
+    assert stopped
+
+
 @case(processes=2, islands=1)
 def stages_of_one_runtime_in_two_processes():
     mesh = shardc.make_mesh(pipe=2, data=2)
     check_training(shardc.Pipeline(), mesh, 2, in_placements={"batch": {"data": S(0)}})
+
+
+@case(processes=2, islands=1)
+def stages_of_the_same_processes_have_other_placements():
+    """Two devices of each process for either stage, on meshes of other shapes: pieces go from process to process."""
+    rng, devices = np.random.default_rng(14), np.array(jax.devices()).reshape(2, 2, -1)
+    shapes = ((2, 2), (4, 1))
+    meshes = [Mesh(devices[:, i].reshape(shape), ("p", "d")) for i, shape in enumerate(shapes)]
+    params, batches = weights(rng, (24, 24), (24, 24)), [batch_of(rng, 24, 24) for _ in range(3)]
+
+    def loss_of(params, batch):
+        x = shardc.constrain(jnp.tanh(batch["x"] @ params["w0"]), {"p": S(1), "d": S(0)})
+        x = shardc.constrain(shardc.stage_boundary(x), {"p": S(0)})
+        return ((jnp.tanh(x @ params["w1"]) - batch["y"]) ** 2).mean()
+
+    def step(params, batch):
+        loss, grads = shardc.accumulate(jax.value_and_grad(loss_of), microbatches=4)(params, batch)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
+
+    def one_step(params, batch):
+        loss, grads = loss_and_grad(params, batch)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
+
+    made = shardc.function(step, pipeline=shardc.Pipeline(meshes=meshes), donate_argnames="params")
+    got, state = trained(made, (params,), batches)
+    want, right = trained(jax.jit(one_step), (params,), batches)
+    np.testing.assert_allclose(got, want, rtol=1e-6)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=0, atol=1e-5), shardc.fetch(tuple(state)), tuple(right))
+    assert executable_of(made)._crossing
 
 
 @case(processes=2, islands=1)
@@ -384,17 +462,19 @@ def rows_of_each_process_go_to_the_stages_without_a_copy():
 
 
 @case(processes=2, islands=1)
-def stages_of_one_runtime_have_no_checkpoints():
+def stages_of_one_runtime_write_what_they_have():
     rng = np.random.default_rng(12)
     made = shardc.function(loss_and_grad, mesh=shardc.make_mesh(pipe=2, data=2), pipeline=shardc.Pipeline())
     _, grads = made(weights(rng, (20, 20), (20, 20)), batch_of(rng))
+    state = {"grads": grads, "here": np.arange(3.0), "n": 3}
     folder = current().gather("folder", tempfile.mkdtemp() if current().me == 0 else "")[0]
-    with (
-        shardc.checkpoints(folder) as saved,
-        pytest.raises(shardc.CheckpointError, match=r"Start the run with --islands"),
-    ):
-        saved.step(0, grads)
-    assert not list(Path(folder).glob("*/*"))
+    with shardc.checkpoints(folder) as saved:
+        for i in range(3):
+            saved.step(i, state)
+    with shardc.checkpoints(folder) as saved:
+        again, start = saved.last(or_else=state)
+    assert start == 3
+    jax.tree.map(np.testing.assert_array_equal, shardc.fetch(again["grads"]), shardc.fetch(grads))
 
 
 def run_parity(chosen):

@@ -29,6 +29,19 @@ def test_a_mesh_of_an_island_and_others_elsewhere():
 
 
 @pytest.mark.sampled(0)
+def test_checkpoints_of_some_processes_of_one_runtime():
+    names = ["checkpoints", "checkpoints_of_arrays_of_some_processes"]
+    run(names, processes=4, islands=1, module="tests.processes.wide_flows")
+
+
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("first", range(8, 208, 50))
 def test_random_flows_in_two_processes(first):
     run([f"random-{first}-{first + 50}"], islands=1, devices=4, module="tests.processes.wide_flows")
+
+
+@pytest.mark.sampled(0)
+@pytest.mark.parametrize(("processes", "islands", "first"), [(3, 1, 0), (3, 3, 0), (4, 2, 0), (4, 1, 0)])
+def test_random_flows_with_pipelines_in_more_processes(processes, islands, first):
+    names = [f"random-{first}-{first + 30}"]
+    run(names, processes=processes, islands=islands, devices=8, module="tests.processes.wide_flows")

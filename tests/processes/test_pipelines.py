@@ -18,11 +18,11 @@ SECONDS = 400
 """Longest run."""
 
 
-def run(names, processes=2, islands=None, module="tests.processes.pipelines", devices=2):
+def run(names, processes=2, islands=None, module="tests.processes.pipelines", devices=2, words=()):
     """Run cases by name in several processes, under a watchdog. All that is started ends with it."""
     command = [
         sys.executable, "-m", "shardc", "run", "--processes", str(processes), "--islands", str(islands or processes),
-        "--devices", str(devices), "--deadline", "90", "-m", module, *names,
+        "--devices", str(devices), "--deadline", "90", *words, "-m", module, *names,
     ]  # fmt: skip
     made = subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
@@ -79,13 +79,19 @@ def test_a_stage_of_two_processes():
 
 
 @pytest.mark.sampled(0)
+def test_calls_of_a_stage_of_two_processes_that_are_stopped():
+    run(["a_stop_leaves_no_process_of_a_stage_waiting"], processes=4, islands=2)
+
+
+@pytest.mark.sampled(0)
 def test_one_runtime():
     names = [
         "stages_of_one_runtime_in_two_processes",
         "rows_of_each_process_go_to_the_stages_without_a_copy",
-        "stages_of_one_runtime_have_no_checkpoints",
+        "stages_of_one_runtime_write_what_they_have",
     ]
     run(names, islands=1)
+    run(["stages_of_the_same_processes_have_other_placements"], islands=1, devices=4)
 
 
 @pytest.mark.sampled(0)

@@ -162,7 +162,8 @@ def a_failure_is_one_error_in_all():
 @case
 def checkpoints():
     folder = current().gather("folder", tempfile.mkdtemp() if current().me == 0 else "")[0]
-    train, (states, _) = train_of(1, samplers=ONE_SAMPLER), loop(1, 6, ONE_SAMPLER)
+    samplers = SAMPLERS if current().config.islands == 1 else ONE_SAMPLER
+    train, (states, _) = train_of(1, samplers=samplers), loop(1, 6, samplers)
     late = train.plan(START, 0).pending
     for until in (1, 3):
         with shardc.checkpoints(folder) as saved:
@@ -174,6 +175,28 @@ def checkpoints():
                 saved.step(i, (state, pending))
     close_to(state, states[6])
     train.close()
+
+
+@case
+def checkpoints_of_arrays_of_some_processes():
+    """Of processes 1 and 2, sharded; of the last one; of all, whole."""
+    folder = current().gather("folder", tempfile.mkdtemp() if current().me == 0 else "")[0]
+    middle, last = Mesh(np.array([*OF[1], *OF[2]]), ("data",)), Mesh(np.array(OF[3]), ("data",))
+    x, y = np.arange(240, dtype=np.float32).reshape(12, 20), np.arange(8 * PER)
+    state = {
+        "rows": shardc.put(x, middle, {"data": S(0)}), "columns": shardc.put(x, middle, {"data": S(1)}),
+        "uneven": shardc.put(x[:7], middle, {"data": S(0)}), "last": shardc.put(y, last, {"data": S(0)}),
+        "whole": np.ones(3), "n": 0,
+    }  # fmt: skip
+    with shardc.checkpoints(folder, keep=2) as saved:
+        for i in range(4):
+            saved.step(i, {**state, "n": i})
+    with shardc.checkpoints(folder) as saved:
+        again, start = saved.last(or_else=state)
+    assert (start, again["n"]) == (4, 3)
+    whole = shardc.fetch(again)
+    for name, value in {"rows": x, "columns": x, "uneven": x[:7], "last": y, "whole": np.ones(3)}.items():
+        np.testing.assert_array_equal(whole[name], value)
 
 
 @case
@@ -229,12 +252,70 @@ def random_keys_and_uneven_arrays():
     train.close()
 
 
-SPREAD = {(0, 2): [4, 0], (1, 4): [1, 5, 2, 6], (3, 1): [3], (7, 1): [7]}
-"""Meshes of random flows: two of both processes, and one of each."""
+LARGE = 150
+"""The length of values that stay on a stage; shorter ones come to all processes of a pipeline."""
+
+
+def spread():
+    """The meshes of random flows, by place, as the devices of each: several meshes are the stages of a pipeline. Where
+    JAX runtimes are apart, a mesh lies in one of them. The last one shares devices with others that lie in other
+    processes: beside them it is refused."""
+    at = lambda *pairs: [PER * p + i for p, i in pairs]  # noqa: E731
+    if PROCESSES == 2:
+        return {(0, 2): [[4, 0]], (1, 4): [[1, 5, 2, 6]], (3, 1): [[3]], (7, 1): [[7]]}
+    found = {
+        (0, 2): [at((1, 0), (0, 0))],
+        (1, 4): [at((0, 1), (1, 1), (0, 2), (1, 2))],
+        (2, 1): [at((2, 0))],
+        (3, 1): [at((0, 3))],
+        (4, 2): [at((1, 3)), at((2, 1))],  # of unlike processes
+        (5, 2): [at((2, 2), (2, 3)), at((0, 4), (0, 5))],  # the first stage behind the second one
+        (6, 3): [at((0, 3)), at((2, 0))],
+    }
+    if PROCESSES == 4:
+        found |= {(7, 4): [at((0, 6), (1, 4)), at((2, 4), (3, 4))], (8, 2): [at((2, 5), (3, 5))], (9, 1): [at((3, 3))]}
+    return found
+
+
+SPREAD = spread()
+
+
+def on_stages(a, b):
+    """As a pipeline of two stages over two microbatches."""
+
+    def value(w, x):
+        h = shardc.stage_boundary(jnp.sin(w) + 0.1 * x[:, None])
+        return jnp.tanh(h * w[::-1]).mean()
+
+    loss, g = shardc.accumulate(jax.value_and_grad(value), microbatches=2)(a, b)
+    return jnp.cos(a) - g, 0.5 * b + loss
+
+
+def meshes_of(place):
+    return [Mesh(np.array(DEVICES)[of], ("data",)) for of in SPREAD[place]]
+
+
+def function_of(place, donate):
+    if len(SPREAD[place]) > 1:
+        return shardc.function(on_stages, pipeline=shardc.Pipeline(meshes=meshes_of(place)), donate_argnames=donate)
+    pins = {"a": {"data": S(0)}} if place[1] > 2 else {}
+    return shardc.function(flows.on_mesh, mesh=meshes_of(place)[0], in_placements=pins, donate_argnames=donate)
+
+
+def refused(run):
+    """The error that a flow raises when it is planned, the same in all processes; empty if there is none."""
+    try:
+        run()
+        text = ""
+    except (shardc.FlowError, shardc.MeshError) as error:
+        text = f"{type(error).__name__}: {error}"
+    said = current().gather("refused", text)
+    assert len(set(said)) == 1, said
+    return text
 
 
 def random_flows(first, last):
-    flows.mesh = lambda *place: Mesh(np.array(DEVICES)[SPREAD[place]], ("data",))
+    flows.function = function_of
     flows.host = lambda credits: shardc.host(
         flows.on_host,
         gives=(flows.AVAL, flows.AVAL),
@@ -246,21 +327,30 @@ def random_flows(first, last):
         begin, rng = time.monotonic(), random.Random(seed)
         rounds, pause = rng.choice([1, 6, 13]), rng.choice([None, 6])
         with jax.enable_x64(True):
+            flows.LENGTH = 8 if PROCESSES == 2 else rng.choice([8, LARGE])
+            flows.AVAL = jax.ShapeDtypeStruct((flows.LENGTH,), float)
             numbers = np.linspace(-1, 1, (rounds + 3) * flows.LENGTH).reshape(-1, flows.LENGTH)
             drawn = flows.draw(rng)
             if not any(c.place and c.place != (3, 1) for c in drawn.calls):
                 continue  # process 0 has it all
             flow, state, items = flows.flow_of(drawn), list(numbers[: len(drawn.state)]), list(numbers[3:])
-            wanted = plain(flow.__wrapped__, list(map(jnp.asarray, state)), items, rounds)
-            given, pending = [], None
-            for part in (items[:rounds],) if pause is None or rounds <= pause else (items[:pause], items[pause:rounds]):
-                state, found = flow.run(state, part, pending=pending)
-                given, pending = [*given, *found], found.pending
-            assert_equal((shardc.fetch(state), given), wanted)
+            places = " ".join("h" if c.place is None else str(c.place[0]) for c in drawn.calls)
+            why = refused(lambda flow=flow, state=state, items=items: flow.plan(state, items[0]))
+            if not why:
+                wanted = plain(flow.__wrapped__, list(map(jnp.asarray, state)), items, rounds)
+                given, pending, parts = [], None, (items[:rounds],)
+                if pause is not None and rounds > pause:
+                    parts = items[:pause], items[pause:rounds]
+                for part in parts:
+                    state, found = flow.run(state, part, pending=pending)
+                    given, pending = [*given, *found], found.pending
+                assert_equal((shardc.fetch(state), given), wanted)
             flow.close()
         if current().me == 0:
-            places = "".join("h" if c.place is None else str(len(SPREAD[c.place])) for c in drawn.calls)
-            print(f"seed {seed}: {places}, {rounds} rounds, {time.monotonic() - begin:.1f} s", flush=True)
+            seconds = time.monotonic() - begin
+            print(
+                f"seed {seed}: {places}, {flows.LENGTH} wide, {rounds} rounds, {seconds:.1f} s {why[:60]}", flush=True
+            )
 
 
 def main(names):

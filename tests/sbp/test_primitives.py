@@ -51,8 +51,8 @@ KEEPS: Final[Mapping[str, str]] = {
 PLANNED: Final[Mapping[str, Sequence[str]]] = {
     "a loop, branch or barrier, planned where it stands": ("cond", "optimization_barrier", "remat2", "scan", "while"),
     "a call, planned as its body": (
-        "closed_call", "composite", "custom_jvp_call", "custom_linear_solve", "custom_vjp_call", "custom_vmap_call",
-        "eval_jaxpr", "jit", "linear_call", "program_order",
+        "closed_call", "composite", "custom_jvp_call", "custom_linear_solve", "custom_partitioning", "custom_vjp_call",
+        "custom_vmap_call", "eval_jaxpr", "jit", "linear_call", "program_order",
     ),
     "run once, on the first device, with whole values": (
         "debug_callback", "debug_print", "io_callback", "pure_callback", "rng_uniform",
@@ -76,7 +76,7 @@ GATHERED: Final[Mapping[str, Sequence[str]]] = {
     ),
     "a stream of bits, made as a whole": ("rng_bit_generator",),
     "any function over windows; no public function of JAX makes it": ("select_and_scatter",),
-    "a sharding of JAX's own, by the user": ("custom_partitioning", "inspect_sharding"),
+    "a sharding of JAX's own, by the user": ("inspect_sharding",),
 }  # fmt: skip
 """Replicated primitives, by reason."""
 

@@ -35,9 +35,9 @@ def placements(mesh):
 ENDS = [(name, p) for name, mesh in MESHES.items() for p in placements(mesh)]
 
 
-def planned(given, taken, shape=(12, 8), link=SLOW, together=None):
+def planned(given, taken, shape=(12, 8), link=SLOW, takers=None):
     (giver, p), (taker, q) = given, taken
-    return plan_way(shape, 4, p, MESHES[giver], q, MESHES[taker], link, together)
+    return plan_way(shape, 4, p, MESHES[giver], q, MESHES[taker], link, takers)
 
 
 def count(plan, shape):
@@ -92,10 +92,10 @@ def test_devices_that_hold_the_same_share_the_sending():
 
 
 def test_processes_get_one_copy_for_all_their_devices():
-    plan = planned(("four", Placement({"x": S(0)})), ("four", Placement()), link=FAST, together=(0, 0, 1, 1))
+    plan = planned(("four", Placement({"x": S(0)})), ("four", Placement()), link=FAST, takers=(0, 0, 1, 1))
     assert plan.border_bytes == 2 * 12 * 8 * 4
     assert {p.targets for p in plan.parcels} == {(0, 1), (2, 3)}
-    alone = planned(("four", Placement({"x": S(0)})), ("four", Placement()), together=(1, 1, 1, 1))
+    alone = planned(("four", Placement({"x": S(0)})), ("four", Placement()), takers=(1, 1, 1, 1))
     assert not alone.after.steps and alone.border_bytes == 12 * 8 * 4  # what one process gets is put on all of them
 
 

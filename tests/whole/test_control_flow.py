@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.experimental import checkify
+from jax.experimental.custom_partitioning import custom_partitioning
 
 import shardc
 from shardc import S
@@ -294,8 +295,19 @@ def test_a_while_whose_trips_xla_knows_moves_what_is_planned_in_each(program):
     assert sum(f.bytes for f in report.iterated) == 4 * sum(c.bytes for c in planned)
 
 
+@custom_partitioning
+def _softmax(x):
+    return jax.nn.softmax(x, -1)
+
+
+_softmax.def_partition(
+    partition=lambda *_: None, infer_sharding_from_operands=lambda *_: None, sharding_rule="... i -> ... i",
+    need_replication_factors=("i",),
+)  # fmt: skip
+
 CALLS = {
     "custom_vmap": lambda x, w: _sine(x @ w),
+    "custom_partitioning": lambda x, w: _softmax(x @ w),
     "composite": lambda x, w: lax.composite(lambda a, b: jnp.tanh(a @ b), "tests.mlp")(x, w),
     "linear_call": lambda x, w: jax.custom_derivatives.linear_call(lambda r, a: a @ r, lambda r, a: a @ r.T, w, x),
 }

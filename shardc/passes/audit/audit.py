@@ -19,7 +19,7 @@ import html
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import reduce
 from typing import Final, Generic, TypeAlias, TypeVar
@@ -67,6 +67,7 @@ class Audit:
       where: the process whose programs these are, if others run other ones: `process 1`.
       crossed: bytes that the calls so far have sent from mesh to mesh, of a pipeline's stages.
       planned_crossed: bytes that these calls send by the plan.
+      links: the measured bytes a second and latency in seconds of the link to each process that values go to.
     """
 
     planned: tuple[Collective, ...]
@@ -78,6 +79,7 @@ class Audit:
     where: str = ""
     crossed: int = 0
     planned_crossed: int = 0
+    links: Mapping[int, tuple[float, float]] = field(default_factory=dict, compare=False)
 
     @property
     def ok(self) -> bool:
@@ -91,6 +93,8 @@ class Audit:
         if self.crossed or self.planned_crossed:
             plan = "as planned" if self.crossed == self.planned_crossed else f"{_size(self.planned_crossed)} planned"
             added += f"; {_size(self.crossed)} sent from mesh to mesh, {plan}"
+        for peer, (rate, latency) in self.links.items():
+            added += f"; the link to process {peer} does {rate / 1e9:.2g} GB/s after {1e3 * latency:.2g} ms"
         name = f"audit of {self.where}" if self.where else "audit"
         if self.ok and not self.missing:
             return f"{name}: planned = found ({_summary(self.planned)}){added}"

@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Final, NamedTuple
 
 from shardc.compat import Eqn, Jaxpr, Var
-from shardc.machine.topology import BackendKind
+from shardc.machine.topology import BackendKind, MiB
 from shardc.sbp.placement import Placement
 
 
@@ -134,6 +134,8 @@ class Backend:
         loops that read it.
       materializes_scores: `find_scores` decides which arrays of a softmax are materialized, where it reads products of
         a smaller type.
+      workspace, batched_workspace: bytes that a library takes for a matrix product, and for one with batch dimensions,
+        while it runs.
     """
 
     reductions_read_memory: bool
@@ -143,6 +145,8 @@ class Backend:
     pieces_stay: bool
     fuses_siblings: bool
     materializes_scores: bool
+    workspace: int = 0
+    batched_workspace: int = 0
 
 
 CPU: Final = Backend(
@@ -163,9 +167,11 @@ was updated in place, and `broadcast_maximum_fusion`, `select_select_fusion` hav
 
 GPU: Final = Backend(
     reductions_read_memory=False, eager=False, one_layout=False, tiles=False, pieces_stay=False, fuses_siblings=False,
-    materializes_scores=False,
+    materializes_scores=False, workspace=4 * MiB, batched_workspace=32 * MiB,
 )  # fmt: skip
-"""Not measured. Products are library calls, which read memory; loops and reductions fuse."""
+"""Not measured. Products are library calls, which read memory; loops and reductions fuse. The workspaces are those of
+programs compiled ahead of time for H100 (jax 0.12.0.1): cuBLASLt got 4 MiB for a product, 32 MiB for a batched one, the
+limits of XLA's matmul_utils.h (kDefaultWorkspace; kHopperWorkspace, from H100 on). Products by Triton take none."""
 
 
 def backend_of(kind: BackendKind) -> Backend:

@@ -58,6 +58,8 @@ GAPS: Final = 1.08
 of the zoo on 8 CPU devices took up to 7.8 % more than is counted here (benchmarks/memory.md)."""
 
 
+_PLAIN: Final = replace(GPU, workspace=0, batched_workspace=0)
+"""A device that only fuses: no tiles, no workspaces."""
 POINTER: Final = 8
 """Bytes per result in XLA's table of results."""
 
@@ -189,7 +191,10 @@ def _besides(
     backend: Backend,
     size: Callable[[Var], int],
 ) -> Iterator[tuple[int, int, int]]:
-    """Memory beyond plain live ranges (ring buffers, values kept longer, row padding) as (begin, end, bytes)."""
+    """Memory beyond plain live ranges (workspaces, ring buffers, values kept longer, row padding) as (begin, end,
+    bytes)."""
+    if backend.workspace:
+        yield from _workspaces(found.products, backend)
     blocks = set[Var]()
     for product, ring in _arounds(found.products, placements, sizes, backend):
         begin = product.at
@@ -207,6 +212,14 @@ def _besides(
         yield from _of_softmax(again, blocks, placements, sizes, size)
     for table in found.tables:
         yield table.begin, table.end, table_bytes(table, placements[table.value], sizes)
+
+
+def _workspaces(products: Iterable[Product], backend: Backend) -> Iterator[tuple[int, int, int]]:
+    """The workspaces of matrix products, as (begin, end, bytes)."""
+    for product in products:
+        if product.eqn.primitive.name == "dot_general":
+            _, (batched, _) = product.eqn.params["dimension_numbers"]
+            yield product.at, product.at + 1, backend.batched_workspace if batched else backend.workspace
 
 
 def _of_softmax(
@@ -236,5 +249,5 @@ def estimate_memory(
 def working_bytes(eqn: compat.Eqn) -> int:
     """Bytes of the results of an equation and of the peak inside its bodies, on one device that holds everything."""
     whole: Mapping[Var, Placement] = defaultdict(lambda: REPLICATED)
-    inside = max((estimate_memory(body, whole, {}, backend=GPU).temporaries for body in bodies_of(eqn)), default=0)
+    inside = max((estimate_memory(body, whole, {}, backend=_PLAIN).temporaries for body in bodies_of(eqn)), default=0)
     return sum(bytes_of(v) for v in eqn.outvars) + inside

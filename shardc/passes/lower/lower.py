@@ -26,19 +26,28 @@ from shardc.ir.user_shard_map import is_unit, run_unit
 from shardc.ir.walk import operation_of
 from shardc.machine.mesh import MeshView
 from shardc.passes.lower.lower_boxing import MeshWire, emit_step
+from shardc.sbp.boxing import Shape
+from shardc.sbp.cost import BoxingStep
 from shardc.sbp.piece import run_piece
 from shardc.sbp.placement import REPLICATED, Placement, is_even
-from shardc.sbp.signature import Site, extent, find_rule, is_extended
+from shardc.sbp.signature import Site, Wire, extent, find_rule, is_extended
 
 
 class Lowering:
-    """An interpreter of a boxed jaxpr on local pieces. `raised`: exceptions of callbacks while it runs."""
+    """An interpreter of a boxed jaxpr on local pieces.
+
+    Attributes:
+      raised: exceptions of callbacks while it runs.
+      index: the coordinate of this device along an axis.
+      wire: the collectives inside operations.
+    """
 
     def __init__(self, boxed: Boxed, mesh: MeshView) -> None:
         self.boxed, self.mesh = boxed, mesh
         self.raised: list[BaseException] = []
         self.sizes = {a: n for a, n in mesh.axes if n > 1}
-        self.wire = MeshWire(self.sizes)
+        self.index: Callable[[str], Any] = lax.axis_index
+        self.wire: Wire = MeshWire(self.sizes)
 
     def run(self, jaxpr: Jaxpr, args: Sequence[Any]) -> list[Any]:
         """The local results of a jaxpr from its local arguments. The user's rules of promotion are for their code."""
@@ -76,7 +85,7 @@ class Lowering:
             tuple(map(self.placement, eqn.invars)),
             tuple(map(self.placement, eqn.outvars)),
             self.sizes,
-            lax.axis_index,
+            self.index,
             compat.bind_with(eqn.primitive, eqn.params),
             self.wire,
         )
@@ -96,8 +105,23 @@ class Lowering:
             x = jax.random.key_data(keys)
             shape = (*shape, *x.shape[keys.ndim :])
         for step in steps:
-            x = emit_step(step, x, shape, self.sizes, lax.axis_index)
+            x = self.step(eqn, step, x, shape)
         return x if keys is None else jax.random.wrap_key_data(x, impl=jax.random.key_impl(keys))
+
+    def step(self, eqn: Eqn, step: BoxingStep, x: Any, shape: Shape) -> Any:
+        """The piece after a step of a boxing."""
+        del eqn
+        return emit_step(step, x, shape, self.sizes, self.index)
+
+    def scan(self, step: Callable[..., Any], carry: Any, xs: Any, length: int, reverse: bool, unroll: Any) -> Any:
+        return lax.scan(step, carry, xs, length=length, reverse=reverse, unroll=unroll)
+
+    def while_loop(self, cond: Callable[..., Any], body: Callable[..., Any], init: list[Any], eqn: Eqn) -> list[Any]:
+        del eqn
+        return lax.while_loop(cond, body, init)
+
+    def switch(self, index: Any, branches: Sequence[Callable[..., list[Any]]], operands: Sequence[Any]) -> list[Any]:
+        return lax.switch(index, branches, *operands)
 
     def memory_move(self, eqn: Eqn, x: Any) -> Any:
         if eqn.params["to"] == "device":
@@ -112,7 +136,7 @@ class Lowering:
         for dim, size in enumerate(shape):
             axes = placement.axes_of(dim)
             if axes:
-                _, valid = extent(size, axes, self.sizes, lax.axis_index)
+                _, valid = extent(size, axes, self.sizes, self.index)
                 at = lax.broadcasted_iota(np.int32, x.shape, dim)
                 x = lax.select(at < valid, x, lax.full_like(x, 0))
         return x
@@ -137,7 +161,7 @@ def _scan(low: Lowering, eqn: Eqn, operands: list[Any]) -> Sequence[Any]:
         return list(map(_typed, carry, afters)), ys
 
     carry = list(map(_typed, carry, afters))
-    carry, ys = lax.scan(step, carry, xs, length=loop.length, reverse=loop.reverse, unroll=eqn.params["unroll"])
+    carry, ys = low.scan(step, carry, xs, loop.length, loop.reverse, eqn.params["unroll"])
     return [*carry, *ys]
 
 
@@ -150,10 +174,11 @@ def _while(low: Lowering, eqn: Eqn, operands: list[Any]) -> Sequence[Any]:
     loop = while_of(eqn)
     cond, body = loop.cond, loop.body
     cond_consts, body_consts, init = parted(operands, loop.cond_consts, loop.body_consts, loop.carries)
-    return lax.while_loop(
+    return low.while_loop(
         lambda carry: low.run(cond, [*cond_consts, *carry])[0],
         lambda carry: list(map(_typed, low.run(body, [*body_consts, *carry]), body.outvars)),
         list(map(_typed, init, body.outvars)),
+        eqn,
     )
 
 
@@ -163,7 +188,7 @@ def _cond(low: Lowering, eqn: Eqn, operands: list[Any]) -> Sequence[Any]:
     def branch(jaxpr: Jaxpr) -> Callable[..., list[Any]]:
         return lambda *xs: [_typed(o, v) for o, v in zip(low.run(jaxpr, xs), jaxpr.outvars, strict=True)]
 
-    return lax.switch(index, list(map(branch, bodies_of(eqn))), *rest)
+    return low.switch(index, list(map(branch, bodies_of(eqn))), rest)
 
 
 def _remat(low: Lowering, eqn: Eqn, operands: list[Any]) -> Sequence[Any]:

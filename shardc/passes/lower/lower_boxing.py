@@ -227,6 +227,9 @@ class MeshWire:
             return jnp.zeros((self._count(axes), *x.shape), x.dtype)
         return _in_bytes(lambda x: lax.all_gather(x, axes), x)
 
+    def all_to_all(self, x: Any, axes: tuple[str, ...]) -> Any:
+        return _in_bytes(lambda x: lax.all_to_all(x, axes, 0, 0, tiled=True), x)
+
     def permute(self, x: Any, axes: tuple[str, ...], pairs: Sequence[tuple[int, int]]) -> Any:
         if not x.size:
             return x

@@ -224,7 +224,7 @@ def _seen_inside(eqn: Eqn) -> dict[Var, tuple[Atom, int]]:
 
 def _may_be_batched(eqn: Eqn) -> bool:
     """Whether iterations batched together give the same results as one by one, without waiting for each other."""
-    if eqn.effects or eqn.primitive.name == "while" or is_unit(eqn) or runs_once(eqn):
+    if eqn.effects or eqn.primitive.name in ("while", "in_order") or is_unit(eqn) or runs_once(eqn):
         return False
     for atom in eqn.invars:
         if is_extended(atom.aval.dtype) and not compat.generator_of(atom.aval.dtype).startswith(COUNTS):

@@ -32,13 +32,15 @@ INLINED: Final = {
          "program_order"),
         ("call_jaxpr", "jaxpr"),
     ),
+    "custom_partitioning": ("call",),
     "custom_vjp_call_jaxpr": ("fun_jaxpr",),
     "custom_vmap_call": ("call",),
     "linear_call": ("callee",),
 }  # fmt: skip
 """Calls that only name their body, and the parameters that hold it, of which a release of JAX has one.
 
-Differentiation and batching are over, so their own rules for these are not needed any more.
+Differentiation and batching are over, so their own rules for these are not needed any more. Nor is the rule by which
+`custom_partitioning` tells a partitioner what it cannot see in the body: a plan reads the body itself.
 """
 
 IDENTITIES: Final = ("relayout", "with_memory_space_constraint", "to_edtype", "from_edtype")

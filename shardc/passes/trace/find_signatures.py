@@ -105,7 +105,7 @@ class OperationSignatures:
 
     def put_into(self, eqn: Eqn) -> Eqn:
         """The equation with these signatures."""
-        params = {"fn": self.fn, "text": self.text, "linear": (), "reduce": "sum"}
+        params = {"fn": self.fn, "text": self.text, "linear": (), "reduce": "sum", "kind": ""}
         fused = self.is_elementwise
         params |= {"flops": 0.0 if fused else self.flops, "fused": fused}
         return eqn.replace(primitive=user_p, params=params)

@@ -14,6 +14,8 @@ import pytest
 import shardc
 from examples.zoo import MODELS
 from shardc import S
+from shardc.machine.topology import TOPOLOGIES
+from shardc.passes.estimate.memory import GAPS
 from tests.releases import IS_OLDEST
 
 
@@ -146,6 +148,19 @@ def test_never_below_what_xla_allots(step, args, donated, place):
     shared = 1.3 if step is recomputed and not IS_OLDEST else 1.0  # by XLA:CPU of jaxlib 0.12
     assert 1.0 <= compare(function, args) <= ABOVE[place] * shared
 
+
+@pytest.mark.parametrize(("equation", "more"), [("bik,bkj->bij", 32), ("ik,kj->ij", 4)])
+def test_gpus_take_a_workspace_for_products_once(equation, more):
+    x = array(*(128,) * equation.index(","))
+
+    def chained(x):
+        return jnp.einsum(equation, jnp.einsum(equation, x, x), x)
+
+    peaks = [shardc.function(chained, mesh=shardc.make_mesh(topology=t, data=2)).plan(x).memory.peak for t in KINDS]
+    assert peaks[0] - peaks[1] == pytest.approx(GAPS * more * 2**20, abs=10)
+
+
+KINDS = ["h100", TOPOLOGIES["h100"].to_json().replace('"backend": "gpu"', '"backend": "cpu"')]
 
 ZOO = {
     ("mlp", "data", "data"): 1.25,

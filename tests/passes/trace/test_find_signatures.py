@@ -66,7 +66,8 @@ def planned(mesh, fn, x=X, pins=SPLIT, **options):
     compiled = f.compile(x)
     assert compiled.audit().ok, compiled.audit()
     np.testing.assert_allclose(np.asarray(f(x)), np.asarray(jax.jit(fn)(x)), rtol=1e-5, atol=1e-6)
-    assert compiled.check(x) == sum(u.count for u in compiled.plan.found)
+    report = compiled.check(x)
+    assert report.ok and report.signatures == sum(u.count for u in compiled.plan.found), str(report)
     return compiled.plan
 
 

@@ -568,6 +568,13 @@ def test_clocks_of_one_host_are_one(far):
         assert a.clock_offset() == b.clock_offset(3) == 0.0
 
 
+def test_the_speed_of_a_link():
+    with link_pair() as (a, b):
+        for link in (a, b):
+            rate, latency = within(5, link.speed)
+            assert 1e6 < rate < 1e12 and 0 < latency < 1
+
+
 @pytest.mark.parametrize("ahead", [1234.5, -0.25])
 def test_clocks_of_two_hosts(monkeypatch, ahead):
     here = threading.current_thread()
