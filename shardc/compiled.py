@@ -18,8 +18,6 @@ from shardc.calls.opened import STRUCTURE
 from shardc.calls.openers import OpenArguments
 from shardc.errors import CheckError, MeshError, all_offenders
 from shardc.execute.call_cache import CallCache
-from shardc.execute.check.check import Checker
-from shardc.execute.check.report import CheckReport
 from shardc.execute.executable import Executable, OtherCallError
 from shardc.execute.in_turn import in_turn
 from shardc.machine.mesh import without_mesh
@@ -29,6 +27,8 @@ from shardc.plans import Plan, no_attribute
 from shardc.sbp.signature import is_extended
 
 if TYPE_CHECKING:
+    from shardc.execute.check.check import Checker
+    from shardc.execute.check.report import CheckReport
     from shardc.execute.pipeline_executable import PipelineExecutable
     from shardc.pipeline.plan import MpmdPlan
 
@@ -171,7 +171,7 @@ class Compiled(CompiledCall[Executable, Plan]):
 
     @cached_property
     def _checker(self) -> Checker:
-        return Checker(self.executable)
+        return _checker_of(self.executable)
 
     def _check_found(self, arrays: Sequence[Any]) -> int:
         arrays = values(arrays)
@@ -197,6 +197,12 @@ def run(executable: Executable | PipelineExecutable, call: Call) -> Any:
     return jax.tree.unflatten(executable.plan.program.out_tree, out)
 
 
+def _checker_of(executable: Executable) -> Checker:
+    from shardc.execute.check.check import Checker
+
+    return Checker(executable)
+
+
 def _checked(executable: Executable | PipelineExecutable, arrays: Sequence[Any]) -> list[Any]:
     """The results of a first call that is checked.
 
@@ -204,7 +210,7 @@ def _checked(executable: Executable | PipelineExecutable, arrays: Sequence[Any])
       CheckError: they are not those of one device; the arguments are unchanged.
     """
     if isinstance(executable, Executable):
-        report, found = Checker(executable).check([*executable.entered(arrays), *executable.captured])
+        report, found = _checker_of(executable).check([*executable.entered(arrays), *executable.captured])
         found = executable.leave(found)
     else:
         report, found = executable.check(arrays)

@@ -8,14 +8,18 @@ from tests.checkpoint.peers import Fake, Run, all_processes
 
 def test_alone_in_one_process():
     group = group_of(None)
-    assert (group.me, group.processes, group.owners, group.owner, group.is_leader) == (0, 1, 1, 0, True)
+    assert (group.me, group.processes, group.owners, group.owner) == (0, 1, 1, 0)
     assert group.gather("x", "y") == ["y"] and group.together("x", lambda: 3) == 3
 
 
 def test_islands_are_owners():
     groups = [group_of(Fake(Run(6, 3), p)) for p in range(6)]
     assert [g.owner for g in groups] == [0, 0, 1, 1, 2, 2]
-    assert [g.is_leader for g in groups] == [True, False] * 3
+    assert [[*g.island] for g in groups[::2]] == [[0, 1], [2, 3], [4, 5]] and groups[3].islands == [
+        (0, 1),
+        (2, 3),
+        (4, 5),
+    ]
     assert Group(1, 2, 1, groups[0].gather).owner == 0
 
 
