@@ -152,19 +152,36 @@ def _passes(found: Rule, inner: Operation, grid: Mapping[str, int]) -> float:
 
 
 def seal(x: Any) -> Any:
-    """`x` in an exclusive or with a zero that no compiler knows, as a square is 0, 1 or 4 modulo 8: its bits 0 and 2
-    are never both set. Fusion goes through it, no rewriting does."""
+    """`x` in an exclusive or with a zero that no compiler knows. Fusion goes through it, no rewriting does."""
     if not jnp.issubdtype(x.dtype, jnp.floating):
         return lax.optimization_barrier(x)
-    bits = lax.bitcast_convert_type(x, np.dtype(f"uint{8 * x.dtype.itemsize}"))
+    return lax.bitcast_convert_type(_bits(x) ^ _zero(_bits(x)), x.dtype)
+
+
+def _bits(x: Any) -> Any:
+    return lax.bitcast_convert_type(x, np.dtype(f"uint{8 * x.dtype.itemsize}"))
+
+
+def _zero(bits: Any) -> Any:
+    """Zero: a square is 0, 1 or 4 modulo 8, so its bits 0 and 2 are never both set."""
     square = bits * bits
-    zero = square & (square >> np.asarray(2, bits.dtype)) & np.asarray(1, bits.dtype)
-    return lax.bitcast_convert_type(bits ^ zero, x.dtype)
+    return square & (square >> np.asarray(2, bits.dtype)) & np.asarray(1, bits.dtype)
 
 
 def _sealed(site: Site, *operands: Any) -> Sequence[Any]:
     within = _within(site)
+    operands = _division(*operands) if within.op.name == "div" else operands
     return [seal(y) for y in find_rule(within.op).local(within, *operands)]
+
+
+def _division(x: Any, y: Any) -> tuple[Any, Any]:
+    """The operands of a division, with a divisor that is not seen to be constant or to repeat: where XLA sees that, it
+    multiplies by the rounded inverse."""
+    x, y = jnp.broadcast_arrays(x, y)
+    if not jnp.issubdtype(y.dtype, jnp.floating):
+        return x, lax.optimization_barrier(y)
+    unlike = _bits(x) ^ lax.iota(_bits(x).dtype, x.size).reshape(x.shape)
+    return x, lax.bitcast_convert_type(_bits(y) ^ _zero(unlike), y.dtype)
 
 
 def _alone(site: Site, *operands: Any) -> Sequence[Any]:
