@@ -18,6 +18,7 @@ from jax.lax import GatherDimensionNumbers, GatherScatterMode, ScatterDimensionN
 
 import shardc
 from shardc.ir.ranges import join_ranges_p
+from shardc.sbp.rules.in_order import in_order_p
 from tests import attention_on_cpu
 
 RNG: Final = np.random.default_rng(0)
@@ -590,3 +591,18 @@ for name, args, options in (
     case(f"attention_gradients_{name}", partial(attention_gradients, **options), *args,
          primitive="dot_product_attention_bwd_wrapper")  # fmt: skip
 case("attention_alone", attention_alone, *heads(6, 4), primitive="dot_product_attention_fwd_wrapper")
+
+
+# --- operations in one order ---
+def in_order(fn: Any, *args: Any) -> Any:
+    eqn = jax.make_jaxpr(fn)(*args).eqns[-1]
+    return in_order_p.bind(*args, of=eqn.primitive, grain=4, **eqn.params)
+
+
+for name, fn, args in (
+    ("division", lax.div, (floats(4, 6), positive(4, 6))),
+    ("sum", lambda x: x.sum((0, 2)), (floats(6, 4, 3),)),
+    ("product", lax.dot, (floats(4, 12), floats(12, 2))),
+    ("running_sum", lambda x: lax.cumsum(x, 1), (floats(4, 6),)),
+):
+    case(f"in_order_{name}", partial(in_order, fn), *args)
