@@ -72,6 +72,10 @@ def test_a_training_loop_is_equal_to_the_bit_on_every_mesh(sizes: dict[str, int]
     assert audit.ok, str(audit)
 
 
+def softmax_loss(x: Any) -> Any:
+    return (jax.nn.softmax(x[None], -1) ** 2).sum()
+
+
 OPERATIONS: dict[str, tuple[Any, Any]] = {
     "a product": (lambda x: x @ x.T, S(1)),
     "a product over two dimensions": (lambda x: jnp.einsum("abc,abd->cd", *[x.reshape(8, 4, 24)] * 2), S(0)),
@@ -80,6 +84,7 @@ OPERATIONS: dict[str, tuple[Any, Any]] = {
     "a running sum": (lambda x: jnp.cumsum(x, 0), S(0)),
     "a softmax": (lambda x: jax.nn.softmax(x, 0), S(0)),
     "rows that are added to": (lambda x: jnp.zeros((4, 24)).at[jnp.arange(32) % 3].add(x), S(0)),
+    "a softmax's gradient": (lambda x: jax.grad(softmax_loss)(x.reshape(32, 4, 6)), S(0)),
     "a loop": (lambda x: lax.scan(lambda c, row: (c * 0.9 + row, c @ row), x[0], x), S(0)),
     "a convolution": (lambda x: jnp.convolve(x.ravel(), x[0]), S(0)),
     "a product and a sum": (lambda x: x * 1.1 + jnp.tanh(x) * x, S(0)),
