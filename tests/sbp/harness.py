@@ -156,18 +156,27 @@ class _Wire:
         others = itertools.product(*(range(lockstep.sizes[a]) for a in axes))
         found = [lockstep.slots[tuple({**self.at, **dict(zip(axes, c, strict=True))}.values())] for c in others]
         if not any(me):
-            lockstep.sent.append((kind, axes, found[0].shape, found[0].dtype))
+            one = found[0][0] if kind == "all_to_all" else found[0]
+            lockstep.sent.append((kind, axes, one.shape, one.dtype))
         lockstep.barrier.wait(60)
         return found
 
     def all_gather(self, x: Any, axes: tuple[str, ...]) -> Any:
         return jnp.stack([jnp.asarray(y) for y in self.exchange("all_gather", x, axes)])
 
+    def all_to_all(self, x: Any, axes: tuple[str, ...]) -> Any:
+        found = self.exchange("all_to_all", x, axes)
+        return jnp.stack([jnp.asarray(y[self._number(axes)]) for y in found])
+
     def permute(self, x: Any, axes: tuple[str, ...], pairs: Sequence[tuple[int, int]]) -> Any:
         assert len({s for s, _ in pairs}) == len({t for _, t in pairs}) == len(pairs)
         found = self.exchange("permute", x, axes)
-        me = int(np.ravel_multi_index([self.at[a] for a in axes], [self.lockstep.sizes[a] for a in axes]))
+        me = self._number(axes)
         return next((jnp.asarray(found[s]) for s, t in pairs if t == me), jnp.zeros(np.shape(x), x.dtype))
+
+    def _number(self, axes: tuple[str, ...]) -> int:
+        """This device's number along `axes`."""
+        return int(np.ravel_multi_index([self.at[a] for a in axes], [self.lockstep.sizes[a] for a in axes]))
 
 
 def _traced(coords: Mapping[str, Any]) -> bool:
