@@ -10,6 +10,7 @@ from typing import Any, Final
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core.primitives import add_p
 from jax.extend.random import threefry_prng_impl
 
 from shardc import compat
@@ -17,6 +18,7 @@ from shardc.ir.ranges import join_ranges_p
 from shardc.ir.user_operation import signature
 from shardc.ir.walk import operation_of
 from shardc.report.tables import Section, report_text
+from shardc.sbp.rules.in_order import in_order_p
 from shardc.sbp.signature import Factors, Rule, find_rule, rules
 
 
@@ -47,6 +49,7 @@ EXAMPLES: Final[Mapping[str, Callable[[jax.Array], Any]]] = {
     "empty": lambda x: lax.empty(x.shape, x.dtype),
     "fft": jnp.fft.fft,
     "gather": lambda x: x[jnp.arange(3)],
+    "in_order": lambda x: in_order_p.bind(x, x, of=add_p, grain=8),
     "integer_pow": lambda x: lax.integer_pow(x, 3),
     "iota": lambda x: lax.broadcasted_iota("int32", x.shape, 1),
     "iota_2x32_shape": lambda x: threefry_prng_impl.random_bits(jnp.zeros(2, "uint32"), 32, x.shape),
