@@ -225,14 +225,15 @@ class Link(Connection):
 
     def speed(self) -> tuple[float, float]:
         """Bytes a second to the peer, and seconds until the first one arrives: of the quickest of some round trips of 1
-        MiB, and of nothing. The peer's script takes no part.
+        MiB, and of nothing, which on a busy host may take as long: at most half of a trip counts as the way alone. The
+        peer's script takes no part.
 
         Raises:
           PeerLostError: the peer is lost.
         """
         data = memoryview(bytearray(1 << 20))
         nothing, whole = (min(self._clock(buffers)[0] for _ in range(5)) for buffers in ((), (data,)))
-        return data.nbytes / max(whole - nothing, 1e-9), nothing / 2
+        return data.nbytes / max(whole - nothing, whole / 2), nothing / 2
 
     def _clock(self, buffers: Sequence[memoryview] = ()) -> tuple[float, float]:
         """Seconds of a round trip, and how far the peer's clock is ahead of the middle of it."""

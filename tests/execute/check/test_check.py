@@ -229,7 +229,7 @@ def test_what_is_computed_wrong_is_named_before_its_border(mesh, monkeypatch):
     report = f.compile(*args).check(*args)
     first = report.first
     assert not first.after and first.kind == "all_reduce" and "dot_general" in first.value
-    assert first.devices == (2, 3) and first.count == 2  # the sum of the loss; the gradients come later
+    assert first.devices == (2, 3) and 0 < first.count < first.of  # those at one place of "data"
     assert "before the all_reduce over data, model of " in str(report) and "(test_check.py:" in str(report)
     assert "elements on devices 2, 3 differ, by up to " in str(report) and "where rounding explains" in str(report)
     assert "XLA_FLAGS=" in str(report)
