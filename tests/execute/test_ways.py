@@ -157,7 +157,8 @@ def process(monkeypatch):
     """Fake processes: devices 0, 1 are in process 0, devices 2, 3 in process 1, the others in process 2."""
     now = [0]
     monkeypatch.setattr(places, "process_of", lambda d: min(d.id // 2, 2))
-    monkeypatch.setattr(carriers, "me", lambda: now[0])
+    for module in (places, carriers):
+        monkeypatch.setattr(module, "me", lambda: now[0])
     return now
 
 
