@@ -194,7 +194,7 @@ def right(case, number):
 
 
 @pytest.mark.usefixtures("compiled_fast")
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("seed", list(range(100)))
 def test_a_fault_is_found_and_named(seed, monkeypatch):
     draw = random.Random(seed)
