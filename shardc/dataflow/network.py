@@ -125,7 +125,7 @@ class Edge:
 
     @cached_property
     def carrier(self) -> str:
-        """What carries a message from mesh to mesh, as `Ways.carrier`; `here` too where a leaf goes to a host."""
+        """The carrier of a message from mesh to mesh, as `Ways.carrier`; `here` too where a leaf goes to a host."""
         ways = [self.way(m) for m in self.moves if not self.stays(m)]
         return HERE if any(w.given.on_host or w.taken.on_host for w in ways) else Ways(ways, False).carrier
 

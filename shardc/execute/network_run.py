@@ -172,7 +172,7 @@ class NetworkRun:
         return min(p for p in range(self.cluster.processes) if p not in self.replaceable.processes)
 
     def _joined(self, facts: Mapping[str, str]) -> Mapping[str, Any]:
-        """What the others tell of the run that goes on, which this process joins."""
+        """The others' words about the run that goes on, which this process joins."""
         cluster = self.cluster
         said = json.loads(cluster.wait_for_run(self._speaker))
         if said.get("network") != self.network.number:

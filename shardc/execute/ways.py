@@ -63,7 +63,7 @@ class Way:
 
     @cached_property
     def carrier(self) -> str:
-        """What carries the value: `here`, where none of it goes from process to process; `put` or `links`."""
+        """The carrier of the value: `here`, where none of it goes from process to process; `put` or `links`."""
         given, taken = self.given, self.taken
         if not (given.on_host or taken.on_host):
             return HERE if self.is_within else given.carrier_to(taken, self.plan)

@@ -217,7 +217,7 @@ class _Check:
         return self.starts[k] + len(self.passages[k].ports)
 
     def _after(self, k: int, p: Passage) -> list[Deviation]:
-        """What a collective did wrong."""
+        """The faults of a collective."""
         before, after = self._read(self.starts[k]), self._read(self.starts[k] + 1)
         found: list[_Unlike] = []
         for at, (where, want, bound) in expected(p, before, self.sizes).items():
@@ -233,7 +233,7 @@ class _Check:
     # -- what the devices compute
 
     def _pieces_of_one_device(self) -> list[tuple[tuple[int, int], Deviation]]:
-        """What devices computed wrong between borders."""
+        """The faults of what devices compute between borders."""
         arrays: list[tuple[int, Any, int]] = [
             (k, port, self.starts[k] + j) for k, p in enumerate(self.passages) for j, port in enumerate(p.ports)
         ]
@@ -271,7 +271,7 @@ class _Check:
         return off
 
     def _given(self, at: Coordinates, device: Any) -> tuple[Any, ...]:
-        """What the pieces of a device take: its coordinates, its arguments, and the arrays after each border."""
+        """The arguments of the pieces of a device: its coordinates, its arguments, and the arrays after each border."""
         here = {a: jnp.int32(i) for a, i in zip(self.sizes, at, strict=True)}
         pieces = [next(s.data for s in x.addressable_shards if s.device == device) for x in self.args]
         given = [
