@@ -131,8 +131,8 @@ class Place:
         return plan_way(shape, itemsize, self.at, self.view, other.at, other.view, link, *ends)
 
     def carrier_to(self, other: Place, way: WayPlan) -> str:
-        """The carrier of a value to another place: `here`, where no parcel goes from process to process, or nobody knows;
-        else `put` or `links`."""
+        """The carrier of a value to another place: `here`, where no parcel goes from process to process, or where that
+        is not known; else `put` or `links`."""
         if all(self.processes[p.source] == other.processes[p.targets[0]] for p in way.parcels):
             return HERE
         return LINKS if self.on_host or other.on_host else carrier_between([*self.devices, *other.devices])

@@ -43,7 +43,7 @@ def valid(shape: Shape, placement: Placement, sizes: AxisSizes, at: Coordinates,
 
 
 def expected(passage: Passage, before: Pieces, sizes: AxisSizes) -> dict[Coordinates, tuple[Any, Array, Any]]:
-    """The elements of each device after a collective: where in its piece, the elements, and by how much they may differ."""
+    """The elements of each device after a collective: where in its piece, their values, and how far they may be off."""
     groups: dict[Coordinates, list[Coordinates]] = {}
     names = list(sizes)
     for at in before:
