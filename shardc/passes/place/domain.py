@@ -8,6 +8,7 @@ Equal nodes share one domain, so that the repeated layers of a model are priced 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -22,7 +23,7 @@ from shardc.passes.place.problem import Node, Problem, Reader, Value, digits, fi
 from shardc.passes.place.rings import Rings, offer_rings
 from shardc.passes.place.value_tables import ValueTables
 from shardc.sbp.boxing import BoxingTable
-from shardc.sbp.cost import FEMTO, LIGHT, avoided_cost, heavy_seconds
+from shardc.sbp.cost import FEMTO, LIGHT, avoided_cost, element_seconds, heavy_seconds, memory_seconds
 from shardc.sbp.piece import internal_steps, sent_cost
 from shardc.sbp.placement import P, Placement, ReduceOp, S, is_even
 from shardc.sbp.signature import Setting
@@ -104,13 +105,14 @@ class Domains(ValueTables):
         self._forms: dict[Hashable, tuple[_Form, Any]] = {}
         self._matrices: dict[Hashable, NDArray[np.float64]] = {}
         self._edges: dict[Hashable, Given] = {}
+        self._computing = _computing_groups(problem, mesh)
         self.of = [self._domain(n) for n in problem.nodes]
 
     def _domain(self, n: Node) -> Domain:
         tables = tuple([None if v is None else self.table(v) for v in (*n.operands, *n.results)])
         said = (n.pin, far_end(n.eqn), id(n.fixed) if n.fixed is not None else None)
         several = n.kind == "hold" and len(n.results[0].readers) > 2
-        kind = n.kind, n.weight, n.plain, n.uneven
+        kind = n.kind, n.weight, n.plain, n.uneven, n.group in self._computing
         key = (*kind, said, several, id(n.options), id(n.rule), n.traffic, *map(id, tables))
         if key not in self._known:
             made = self._make(n, tables)
@@ -215,13 +217,26 @@ class Domains(ValueTables):
             cost = heavy_seconds(flops, memory, self.mesh, work_dtype(n.equation), n.rule.passes, n.rule.kind)
         else:
             cost = LIGHT * (memory / self.mesh.topology.memory_rate)
-            for port, share in () if self.mesh.topology.cached else n.traffic:
+            if n.group in self._computing:
+                cost = cost + self._arithmetic(n, tables, rows)
+            for port, share in () if n.group in self._computing else n.traffic:
                 table, row = tables[port], rows[port]
                 if table is not None and row is not None:
                     cost = cost + share * table.local_bytes[row] / self.mesh.topology.memory_rate
         if n.rule is not None and n.rule.crossing:
             cost = cost + self._inside(n, options, orders, tables, rows)
         return n.weight * cost
+
+    def _arithmetic(
+        self, n: Node, tables: Sequence[BoxingTable | None], rows: Sequence[NDArray[np.int64] | None],
+    ) -> NDArray[np.float64] | float:  # fmt: skip
+        """For each choice the seconds that the vector units compute."""
+        each = element_seconds(n.rule.kind, self.mesh.topology) if n.rule is not None else 0.0
+        held = [
+            table.local_bytes[row] / itemsize_of(aval)
+            for table, row, aval in zip(tables, rows, n.avals, strict=True) if table is not None and row is not None
+        ]  # fmt: skip
+        return each * np.max(held, 0) if each else 0.0
 
     def _from_afar(
         self, n: Node, far: FarEnd, tables: Sequence[BoxingTable | None], rows: Sequence[NDArray[np.int64] | None],
@@ -306,6 +321,25 @@ class Domains(ValueTables):
                 cost = np.where(wrong, cost * GROWTH_PENALTY + 1e-6, cost)
             self._matrices[key] = cost
         return self._matrices[key]
+
+
+def _computing_groups(problem: Problem, mesh: MeshView) -> set[int]:
+    """The groups of light operations that the vector units compute for longer than the memory moves their bytes. Only
+    the longer of both counts when placements are chosen, for the values as they are before they are split."""
+    excess: dict[int, float] = {}
+    sizes: dict[int, tuple[int, int]] = {}
+    for n in problem.nodes:
+        if n.group < 0 or n.rule is None:
+            continue
+        atoms = n.avals
+        for a in atoms:
+            if id(a) not in sizes and a is not None:
+                sizes[id(a)] = math.prod(a.shape), itemsize_of(a)
+        moved = sum(share * math.prod(sizes[id(atoms[p])]) for p, share in n.traffic if atoms[p] is not None)
+        each = element_seconds(n.rule.kind, mesh.topology)
+        computed = each * max((sizes[id(a)][0] for a in atoms if a is not None), default=0) if each else 0.0
+        excess[n.group] = excess.get(n.group, 0.0) + n.weight * (computed - memory_seconds(moved, mesh))
+    return {group for group, seconds in excess.items() if seconds > 0}
 
 
 def _with_rings(d: Domain, r: Rings) -> Domain:
