@@ -23,7 +23,7 @@ from shardc.passes.place.problem import Node, Problem, Reader, Value, digits, fi
 from shardc.passes.place.rings import Rings, offer_rings
 from shardc.passes.place.value_tables import ValueTables
 from shardc.sbp.boxing import BoxingTable
-from shardc.sbp.cost import FEMTO, LIGHT, avoided_cost, element_seconds, heavy_seconds, memory_seconds
+from shardc.sbp.cost import FEMTO, HIDING, LIGHT, avoided_cost, element_seconds, heavy_seconds, memory_seconds
 from shardc.sbp.piece import internal_steps, sent_cost
 from shardc.sbp.placement import P, Placement, ReduceOp, S, is_even
 from shardc.sbp.signature import Setting
@@ -34,6 +34,8 @@ GROWTH_PENALTY: Final = 1e3
 MOST_CHOICES: Final = 192
 """Choices of a hold, at most. If the pairs of placements would be more, as on three axes, the hold keeps its value in
 one placement (docs/design/all-axes-together.md)."""
+LONGEST_WINDOW: Final = 10.0
+"""Seconds of a boxing that overlap, at most: less than what is added to one that the mesh avoids."""
 CARRIED: Final = 1e-3
 """Share of the memory traffic of a value that a node only carries: it decides between placements that move the same
 bytes."""
@@ -289,15 +291,20 @@ class Domains(ValueTables):
             for i, (t, r) in enumerate(zip(d.tables, d.rows, strict=True))
         )
 
-    def edge(self, value: Value, reader: Reader) -> Given:
-        """The cost of the boxing between maker and reader, for each pair of their choices."""
+    def edge(self, value: Value, reader: Reader, window: float = 0.0) -> Given:
+        """The cost of the boxing between maker and reader, for each pair of their choices.
+
+        Args:
+          window: seconds of each execution that overlap with computing.
+        """
         maker, into = self.of[value.maker.number], self.of[reader.node.number]
         port = len(value.maker.operands) + value.port
         table, rows, columns = maker.tables[port], maker.rows[port], into.rows[reader.port]
         assert table is not None and rows is not None and columns is not None
-        key = (id(table), id(rows), id(columns), reader.weight, reader.small, value.stacked)
+        window = min(window, LONGEST_WINDOW, float(table.seconds.max()))
+        key = (id(table), id(rows), id(columns), reader.weight, reader.small, value.stacked, window)
         if key not in self._edges:
-            matrix = self._priced(table, reader, value)
+            matrix = self._priced(table, reader, value, window)
             found = Lookup(matrix, rows, columns)
             if into.also is not None:  # a tree to two placements
                 one, other = found.whole(), Lookup(matrix, rows, into.also).whole()
@@ -310,11 +317,12 @@ class Domains(ValueTables):
             self._edges[key] = found
         return self._edges[key]
 
-    def _priced(self, table: BoxingTable, reader: Reader, value: Value) -> NDArray[np.float64]:
+    def _priced(self, table: BoxingTable, reader: Reader, value: Value, window: float) -> NDArray[np.float64]:
         """(rows, rows) the cost of boxing a value for a reader, in seconds over all executions."""
-        key = (id(table), reader.weight, reader.small, value.stacked)
+        key = (id(table), reader.weight, reader.small, value.stacked, window)
         if key not in self._matrices:
-            cost = reader.weight * table.seconds
+            exposed = np.maximum(table.seconds - window, HIDING * table.seconds) if window else table.seconds
+            cost = reader.weight * exposed
             if reader.small or value.stacked:
                 before, after = table.local_bytes[:, None], table.local_bytes
                 wrong = (after > before) if reader.small else (after < before)
