@@ -272,8 +272,14 @@ class _Fitting:
                 wanted = math.inf
 
 
-ROUNDS: Final = 4
+ROUNDS: Final = 2
 """Searches with tables that count what overlaps, at most."""
+
+
+LEAST_MOVING: Final = 1e-4
+"""Seconds of collectives for which such a search is worth its time: fewer are within the uncertainty of latencies."""
+LEAST_SHARE: Final = 0.01
+"""Their share of a call."""
 
 
 MORE: Final = 1.25
@@ -344,12 +350,13 @@ class _PlanSearch:
             return best
         cost = AssignmentCost(self.placer.tables.unary, self.placer.tables.pairwise).cost
         for _ in range(ROUNDS):
-            tables = self.placer.overlapping(found)
-            some = tables.best(proved=False)
-            found = replace(found, values=some.values, cost=cost(some.values))
-            plan, counted = self._plan_of_choices(found), found.cost - some.cost
-            import os
-            if os.environ.get("TRACE"): print("round", share, "free", best[1].seconds, "now", plan.seconds, "cost", found.cost, "seen", some.cost, "counted", counted, "real", plan.time.overlapped-plan.time.overlapped_rings)
+            if best[1].time.moving < max(LEAST_MOVING, LEAST_SHARE * best[1].seconds):
+                break
+            values = self.placer.overlapping(found).best(proved=False).values
+            if values == found.values:
+                break
+            found = replace(found, values=values, cost=cost(values))
+            plan = self._plan_of_choices(found)
             if _priced(plan) < _priced(best[1]) * (1 - ROUNDING):
                 best = found, plan
         return best

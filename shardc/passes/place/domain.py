@@ -54,6 +54,7 @@ class Domain:
       rows: for each port (choices,) the row of its table, that is its placement.
       also: for a hold with two placements, the row of the second one; equal to the first where there is one. None for
         other nodes.
+      moving: (choices,) the part of `seconds` in which the pieces of a ring keep the links busy; None: no ring.
     """
 
     options: NDArray[np.int64]
@@ -62,6 +63,7 @@ class Domain:
     tables: tuple[BoxingTable | None, ...]
     rows: tuple[NDArray[np.int64] | None, ...]
     also: NDArray[np.int64] | None = None
+    moving: NDArray[np.float64] | None = None
 
     def choices_at(self, ports: Mapping[int, Placement]) -> NDArray[np.bool_]:
         """A mask of the choices that have these placements at these ports; a literal matches any placement."""
@@ -358,6 +360,7 @@ def _with_rings(d: Domain, r: Rings) -> Domain:
     return Domain(
         np.concatenate([d.options, r.options]), np.concatenate([d.orders, r.orders]),
         np.concatenate([d.seconds, r.seconds]), d.tables, rows,
+        moving=np.concatenate([np.zeros(len(d.seconds)), r.moving]),
     )  # fmt: skip
 
 

@@ -213,7 +213,9 @@ class Placer:
         domains, chosen = self.domains, found.values
 
         def computing(n: Node) -> float:
-            return float(domains.of[n.number].seconds[chosen[n.number]]) / n.weight if n.weight else 0.0
+            d, choice = domains.of[n.number], chosen[n.number]
+            busy = 0.0 if d.moving is None else d.moving[choice]
+            return float(d.seconds[choice] - busy) / n.weight if n.weight else 0.0
 
         def sending(value: Value, reader: Reader) -> float:
             cost = domains.edge(value, reader)[chosen[value.maker.number], chosen[reader.node.number]]
