@@ -25,7 +25,7 @@ from shardc.plan.request import Argument, Request
 from shardc.plan.rewrites import Compared, RewriteTrial, compare
 from shardc.plan.uneven import uneven_results
 from shardc.sbp.placement import REPLICATED, Pin
-from shardc.solver import ROUNDING, Assignment, AssignmentCost, relative_gap
+from shardc.solver import ROUNDING, Assignment, AssignmentCost
 from shardc.solver.within_limit import BUDGET, GOOD_ENOUGH, CheapestThatFits
 
 
@@ -55,12 +55,11 @@ def make_plan(request: Request) -> SpmdPlan | DoesNotFit:
     if isinstance(best, DoesNotFit):
         return best
     if trials:
-        more = relative_gap(best.seconds, min(_least_seconds(f) for f in compared.found if f is not best))
-        gap = math.inf if best.gap is None else max(best.gap, more if more > ROUNDING else 0.0)
+        gap = None if best.gap is None else _gap(best.seconds, min(map(_least_seconds, compared.found)))
         free = None if request.limit is None else min(map(_unlimited, compared.found), key=lambda u: u.seconds)
         if free is None or free.seconds >= (1 - ROUNDING) * _unlimited(best).seconds:
             free = best.unlimited
-        best = copied(best, SpmdPlan, gap=gap if math.isfinite(gap) else None, trials=trials, unlimited=free)
+        best = copied(best, SpmdPlan, gap=gap, trials=trials, unlimited=free)
     uneven = uneven_results(best)
     return best if uneven is None else copied(best, SpmdPlan, uneven=uneven)
 
@@ -101,7 +100,13 @@ def _least_seconds(found: SpmdPlan | DoesNotFit) -> float:
     """The least that a plan of the same program could take."""
     if isinstance(found, DoesNotFit):
         return math.inf
-    return 0.0 if found.gap is None else found.seconds / (1 + found.gap)
+    return 0.0 if found.gap is None else found.seconds * (1 - found.gap)
+
+
+def _gap(seconds: float, least: float) -> float:
+    """The part of the seconds by which a plan could be faster at most."""
+    more = (seconds - least) / seconds if seconds else 0.0
+    return more if more > ROUNDING else 0.0
 
 
 def _plan_as_written(request: Request, keeps: bool = False) -> SpmdPlan | DoesNotFit:
@@ -367,15 +372,15 @@ class _PlanSearch:
 
     def plan_of(self, placed: Placed, boxed: Boxed) -> SpmdPlan:
         problem, on_host = self.placer.problem, self.request.on_host
-        gap = max(placed.gap, relative_gap(placed.seconds, self.bound))
         plan = SpmdPlan(
             self.program, self.mesh, boxed, tuple(placed.ports[n][-1] for n in problem.sources),
             tuple(placed.ports[n][0] for n in problem.sinks), self.ties, request=self.request,
-            gap=gap if math.isfinite(gap) else None,
             recomputed=recomputed(boxed, self.mesh, self.backend, self.program.to_fit),
             recomputed_for_speed=recomputed(boxed, self.mesh, self.backend, self.program.for_speed),
         )  # fmt: skip
-        return with_named(plan, on_host)
+        bound = min(placed.seconds / (1 + placed.gap), self.bound)
+        least = self.placer.least_seconds(bound, placed.seconds, plan.cost.time.total) + plan.time.launch
+        return with_named(replace(plan, gap=_gap(plan.seconds, least)), on_host)
 
 
 @dataclass(frozen=True, eq=False)

@@ -223,6 +223,22 @@ class Placer:
 
         return Tables.of(self.problem, domains, OverlapWindows.of(self.problem, computing, sending))
 
+    def least_seconds(self, bound: float, cost: float, seconds: float) -> float:
+        """A lower bound of the seconds of all plans but for their launch.
+
+        Nothing is faster than its computing, nor, where all overlaps, than half of the least sum of computing and
+        collectives. Where nothing overlaps, it is the least sum. Collectives that start together are taken to save no
+        more than in the plan at hand.
+
+        Args:
+          bound: of the search's cost.
+          cost, seconds: of the plan at hand.
+        """
+        heavy = any(n.kind == "operation" and not n.is_light for n in self.problem.nodes)
+        if heavy and self.mesh.topology.overlaps:
+            return max(sum(float(d.seconds.min()) for d in self.domains.of), bound / 2)
+        return bound - max(0.0, cost - seconds)
+
     def placed(self, found: Assignment) -> Placed:
         """The placements of choices; nodes that share a domain and a choice share them, too."""
         ports: dict[Node, tuple[Placement, ...]] = {}
