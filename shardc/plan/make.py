@@ -380,7 +380,7 @@ class _PlanSearch:
         )  # fmt: skip
         bound = min(placed.seconds / (1 + placed.gap), self.bound)
         least = self.placer.least_seconds(bound, placed.seconds, plan.cost.time.total) + plan.time.launch
-        return with_named(replace(plan, gap=_gap(plan.seconds, least)), on_host)
+        return with_named(copied(plan, SpmdPlan, gap=_gap(plan.seconds, least)), on_host)
 
 
 @dataclass(frozen=True, eq=False)
