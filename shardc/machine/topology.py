@@ -25,10 +25,10 @@ Sources of the figures, by the letter beside them:
       out of the fit. One share for all figures of a machine: more are no better on TPUs, and do not hold elsewhere.
   [F] Dao 2023, "FlashAttention-2": 50 to 73 % of the peak of an A100, forward and backward; large products reach 86 %
       (Bekman, "Machine Learning Engineering").
-  [V] Vector units. TPUs: [B], appendix A: four ALUs for each of 8 x 128 lanes, two cores on v5p at 1.75 GHz; v5e one core
-      at 1.5 GHz; v4 two ALUs at 1.05 GHz, v6e and TPU7x as one core of v5p [G]. GPUs: float32 without tensor cores in
-      [N], an addition and a multiplication counted once. Special functions: CUDA C++ Programming Guide, "Arithmetic
-      Instructions", 16 a clock beside 64 additions (A100) or 128; TPUs as the latter [G].
+  [V] Vector units. TPUs: [B], appendix A: four ALUs for each of 8 x 128 lanes, two cores on v5p at 1.75 GHz; v5e one
+      core at 1.5 GHz; v4 two ALUs at 1.05 GHz, v6e and a device of TPU7x as one core of v5p [G]. GPUs: float32 without
+      tensor cores in [N], an addition and a multiplication counted once. Special functions: CUDA C++ Programming Guide,
+      "Arithmetic Instructions", 16 a clock beside 64 additions (A100) or 128; TPUs as the latter [G].
   [G] Guessed here: no source.
 """
 

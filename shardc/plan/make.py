@@ -347,9 +347,9 @@ class _PlanSearch:
 
     @cached_property
     def _fastest(self) -> tuple[Assignment, SpmdPlan]:
-        """Of the least cost, or of tables that count what overlaps at the share that the clock has found so far, the
-        choices and the plan that takes the fewest seconds."""
-        found, share = self._least_cost, 1.0
+        """The choices and the plan that take the fewest seconds: those of the least cost as if nothing overlapped, or
+        those of a search that knows what overlaps beside the choices before it."""
+        found = self._least_cost
         best = found, self._plan_of_choices(found)
         if not self.mesh.topology.overlaps:
             return best

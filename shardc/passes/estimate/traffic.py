@@ -1,4 +1,5 @@
-"""Groups of light operations that XLA fuses, and the bytes that each reads and writes: less than the sum over operations.
+"""Groups of light operations that XLA fuses, and the bytes that each group reads and writes: less than the sum over
+operations.
 
 A light operation is fused into its readers. So a group of them writes only what something else reads: a heavy
 operation, a collective, a loop, the caller. It reads only what no light operation made. All light operations together
@@ -52,7 +53,7 @@ def fused_groups(jaxpr: Jaxpr, light: Set[Eqn], same: Set[Eqn], held: Mapping[Va
       held: bytes of a value on a device.
     """
     root: dict[Var, Var] = {}
-    written: dict[Var, tuple[int, int]] = {}  # results of light operations: their bytes, and the number of the maker
+    written: dict[Var, tuple[float, int]] = {}  # results of light operations: their bytes, and the number of the maker
     read: dict[Var, int] = {}
     readers: dict[Var, list[int]] = {}
     wanted: set[Var] = set()
@@ -83,13 +84,18 @@ def fused_groups(jaxpr: Jaxpr, light: Set[Eqn], same: Set[Eqn], held: Mapping[Va
             written[v] = held[v if put is None or compat.is_literal(put) else put], number
     results = [root.get(a, a) for a in jaxpr.outvars if not compat.is_literal(a)]
     wanted.update([v for v in results if v in written])
+    shares = [written[v] for v in wanted]
+    shares += [(size / len(readers[v]), number) for v, size in read.items() for number in readers[v]]
+    return _grouped(fused, pairs, shares)
+
+
+def _grouped(
+    fused: Sequence[Eqn], pairs: Iterable[tuple[int, int]], shares: Iterable[tuple[float, int]]
+) -> list[FusedGroup]:
+    """The groups of equations that `pairs` of their numbers join. `shares`: bytes, and the number of an equation."""
     group, moved = joined(len(fused), pairs), [0.0] * len(fused)
-    for v in wanted:
-        size, number = written[v]
+    for size, number in shares:
         moved[group[number]] += size
-    for v, size in read.items():
-        for number in readers[v]:
-            moved[group[number]] += size / len(readers[v])
     members: dict[int, list[Eqn]] = {}
     for number, eqn in enumerate(fused):
         members.setdefault(group[number], []).append(eqn)

@@ -220,27 +220,23 @@ class Domains(ValueTables):
                     flops = flops / (size / -(-size // splits[factor]))
             cost = heavy_seconds(flops, memory, self.mesh, work_dtype(n.equation), n.rule.passes, n.rule.kind)
         else:
-            cost = LIGHT * (memory / self.mesh.topology.memory_rate)
-            if n.group in self._computing:
-                cost = cost + self._arithmetic(n, tables, rows)
-            for port, share in () if n.group in self._computing else n.traffic:
-                table, row = tables[port], rows[port]
-                if table is not None and row is not None:
-                    cost = cost + share * table.local_bytes[row] / self.mesh.topology.memory_rate
+            cost = LIGHT * (memory / self.mesh.topology.memory_rate) + self._light_seconds(n, tables, rows)
         if n.rule is not None and n.rule.crossing:
             cost = cost + self._inside(n, options, orders, tables, rows)
         return n.weight * cost
 
-    def _arithmetic(
+    def _light_seconds(
         self, n: Node, tables: Sequence[BoxingTable | None], rows: Sequence[NDArray[np.int64] | None],
     ) -> NDArray[np.float64] | float:  # fmt: skip
-        """For each choice the seconds that the vector units compute."""
+        """For each choice of a light operation its part of what takes longer in its group: vector arithmetic, or
+        reading and writing memory."""
+        held = [None if t is None or r is None else t.local_bytes[r] for t, r in zip(tables, rows, strict=True)]
+        if n.group not in self._computing:
+            moved = [share * size for port, share in n.traffic if (size := held[port]) is not None]
+            return sum(moved) / self.mesh.topology.memory_rate
         each = element_seconds(n.rule.kind, self.mesh.topology) if n.rule is not None else 0.0
-        held = [
-            table.local_bytes[row] / itemsize_of(aval)
-            for table, row, aval in zip(tables, rows, n.avals, strict=True) if table is not None and row is not None
-        ]  # fmt: skip
-        return each * np.max(held, 0) if each else 0.0
+        elements = [h / itemsize_of(a) for h, a in zip(held, n.avals, strict=True) if h is not None]
+        return each * np.max(elements, 0) if each and elements else 0.0
 
     def _from_afar(
         self, n: Node, far: FarEnd, tables: Sequence[BoxingTable | None], rows: Sequence[NDArray[np.int64] | None],

@@ -42,7 +42,9 @@ class OverlapWindows:
     found: dict[Edge, float] = field(default_factory=dict[Edge, float])
 
     @classmethod
-    def of(cls, problem: Problem, computing: Callable[[Node], float], sending: Callable[[Value, Reader], float]) -> Windows:
+    def of(
+        cls, problem: Problem, computing: Callable[[Node], float], sending: Callable[[Value, Reader], float]
+    ) -> Windows:
         walk = cls(computing, sending)
         walk.scope(problem.scope)
         return walk.found
