@@ -306,11 +306,11 @@ TOPOLOGIES: Final[Mapping[str, Topology]] = MappingProxyType(
         for t in (
             # [M] Fake devices of one host share its cores and memory: 8 devices on 2 cores. Measured by themselves: 54
             # Gop/s in products of width 512, 38 in those of width 128, 3 to 9 in batches with a side of 16; 14.5
-            # GB/s; 0.9 ns for an element of an addition, 1.9 of an exponential; the dispatches. Fitted, the share of
-            # thin products and the start of a convolution, to the steps of benchmarks/clock.md.
+            # GB/s; 1.9 ns for an element of an exponential (an addition is bound by memory: 0.9 ns); the dispatches.
+            # Fitted, the share of thin products and the start of a convolution, to the steps of benchmarks/clock.md.
             Topology("cpu", 4e10, 1.5e10, 4 * GB, 1e-4, (Fabric("switch", 6e8, 2e-7),), overlaps=False,
                      combined=(("all_reduce", ANY),), backend="cpu",
-                     shares=(("thin", 0.15),), starts=(("convolution", 6e-4),), vector=1 / 9e-10, special=2,
+                     shares=(("thin", 0.15),), starts=(("convolution", 6e-4),), vector=_SPECIAL / 1.9e-9, special=_SPECIAL,
                      dispatch=1e-4, dispatch_array=5e-7),
             _tpu("v4", _Chip(2.75e14, 1.2e12, 32, 4.3e12), 4.5e10, (16, 16, 16), _V4_V5),
             _tpu("v5e", _Chip(1.97e14, 8.1e11, 16, 6.1e12, (("int8", 3.94e14),)), 4.5e10, (16, 16), _V4_V5),
