@@ -310,8 +310,8 @@ TOPOLOGIES: Final[Mapping[str, Topology]] = MappingProxyType(
             # Fitted, the share of thin products and the start of a convolution, to the steps of benchmarks/clock.md.
             Topology("cpu", 4e10, 1.5e10, 4 * GB, 1e-4, (Fabric("switch", 6e8, 2e-7),), overlaps=False,
                      combined=(("all_reduce", ANY),), backend="cpu",
-                     shares=(("thin", 0.15),), starts=(("convolution", 6e-4),), vector=_SPECIAL / 1.9e-9, special=_SPECIAL,
-                     dispatch=1e-4, dispatch_array=5e-7),
+                     shares=(("thin", 0.15),), starts=(("convolution", 6e-4),), vector=_SPECIAL / 1.9e-9,
+                     special=_SPECIAL, dispatch=1e-4, dispatch_array=5e-7),
             _tpu("v4", _Chip(2.75e14, 1.2e12, 32, 4.3e12), 4.5e10, (16, 16, 16), _V4_V5),
             _tpu("v5e", _Chip(1.97e14, 8.1e11, 16, 6.1e12, (("int8", 3.94e14),)), 4.5e10, (16, 16), _V4_V5),
             _tpu("v5p", _Chip(4.59e14, 2.8e12, 95, 1.4e13, (("int8", 9.18e14),)), 9e10, (16, 20, 28), _V4_V5),
