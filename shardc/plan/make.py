@@ -194,9 +194,8 @@ class _Fitting:
 
     @property
     def is_near(self) -> bool:
-        """Whether a plan is proved to cost next to nothing more than the best without a limit."""
-        best = self.found.best
-        return best is not None and not self.found.may_win(_least_seconds(best), GOOD_ENOUGH)
+        """Whether a plan costs next to nothing more than the fastest without a limit."""
+        return self.found.best is not None and not self.found.may_win(self.whole.plan.seconds, GOOD_ENOUGH)
 
     def on_device(self) -> None:
         """Adds plans without values on the host."""
@@ -278,7 +277,7 @@ class _Fitting:
 
 
 ROUNDS: Final = 2
-"""Searches with tables that count what overlaps, at most."""
+"""Searches with tables that count what overlaps, at most. A program that computes something again gets one."""
 
 
 LEAST_MOVING: Final = 1e-4
@@ -354,7 +353,7 @@ class _PlanSearch:
         if not self.mesh.topology.overlaps:
             return best
         cost = AssignmentCost(self.placer.tables.unary, self.placer.tables.pairwise).cost
-        for _ in range(ROUNDS):
+        for _ in range(ROUNDS if self.bound == math.inf else 1):
             if best[1].time.moving < max(LEAST_MOVING, LEAST_SHARE * best[1].seconds):
                 break
             values = self.placer.overlapping(found).best(proved=False).values
