@@ -182,10 +182,10 @@ def proof_text(plan: PlanView) -> str:
 
 
 def optimality_text(gap: float | None) -> str:
-    """How far the seconds of a plan are from the least: `proved optimal`, `at most 4.8% could be saved`."""
+    """How far the seconds of a plan are from the least: `proved optimal`, `within 4.8% of the optimum`."""
     if gap is None:
         return "without a bound"
-    return f"at most {percent_text(gap)} could be saved" if gap else "proved optimal"
+    return f"within {percent_text(gap)} of the optimum" if gap else "proved optimal"
 
 
 def _time(time: Time) -> Iterator[str]:
