@@ -152,9 +152,9 @@ class Plan(PlanFace, SpmdPlan):
 
     Attributes:
       program, mesh: what is placed, and on what.
-      gap: an upper bound on (cost - optimum) / optimum of the search cost, which counts neither fusion nor overlap nor
-        light arithmetic as `seconds` does. 0.0: proved optimal. None: nothing is proved, as for a saved plan under
-        other costs.
+      gap: an upper bound on (seconds - least seconds) / seconds. 0.0: proved optimal. None: nothing is proved, as for a
+        saved plan under other costs. Where collectives overlap with computing the bound is loose: the computing alone,
+        or half of the sum of both.
       unlimited: where memory decided, `.seconds` and `.peak` of the cheapest plan without the limit; else None.
       recomputed: where memory decided, the recomputed values: `.count`, `.bytes` that they would take, `.seconds`,
         `.sources`; None: nothing.

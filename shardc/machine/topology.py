@@ -27,6 +27,10 @@ Sources of the figures, by the letter beside them:
       runs: the share of GB200.
   [F] Dao 2023, "FlashAttention-2": 50 to 73 % of the peak of an A100, forward and backward; large products reach 86 %
       (Bekman, "Machine Learning Engineering").
+  [V] Vector units. TPUs: [B], appendix A: four ALUs for each of 8 x 128 lanes, two cores on v5p at 1.75 GHz; v5e one
+      core at 1.5 GHz; v4 two ALUs at 1.05 GHz, v6e and a device of TPU7x as one core of v5p [G]. GPUs: float32 without
+      tensor cores in [N], an addition and a multiplication counted once. Special functions: CUDA C++ Programming Guide,
+      "Arithmetic Instructions", 16 a clock beside 64 additions (A100) or 128; TPUs as the latter [G].
   [G] Guessed here: no source.
 """
 
@@ -127,20 +131,18 @@ class Topology:
       together: by kind of collective, the largest mesh whose devices all take part in one; other kinds have no limit.
         Above it XLA:TPU turns a collective of all chips of a slice into an all-reduce of twice the bytes: all-gathers
         from 64 chips on, reduce-scatters from 8 or, on v5e and v6e, 16 (libtpu 0.0.42 and 0.0.52, ahead of time).
-      cached: whether light operations find their operands in caches. Then the bytes that they move do not count when
-        placements are chosen.
       combined: by kind of collective, the most bytes that the compiler combines into one, which starts once. Only
         collectives along the same axes that do not wait for each other are combined. Other kinds start one by one.
       backend: the compiler of XLA.
-      reached: the share of `flops`, `rates` and `memory_bandwidth` that programs reach. The bandwidths of fabrics are
-        what is reached.
+      reached: the share of `flops`, `rates`, `memory_bandwidth` and `vector` that programs reach. The bandwidths of
+        fabrics are what is reached.
       host_bandwidth: bytes/s one way between the device and the memory of its host; 0: unknown, nothing can live there.
       host_memory: bytes of it for each device.
       shares: by kind of operation (`Rule.kind`) or type of its operands, the share of the rate of products that it
         reaches; others reach all.
       starts: by kind of operation, seconds of each execution besides its arithmetic and memory.
-      element: seconds for each element that an elementwise operation computes or a reduction reads, besides memory. It
-        does not count when placements are chosen.
+      vector: elementwise operations per second, or elements that reductions add up; 0: unknown, they take no time.
+      special: elementwise operations that take as long as one special function (`exp`, `sin`).
       dispatch: seconds that the host takes to launch a program. Fake CPU devices share its cores: there it adds to the
         time of each program. Elsewhere the host runs ahead, and a task of a pipeline takes at least this long.
       dispatch_array: seconds besides, for each argument and result on each fake device.
@@ -158,7 +160,6 @@ class Topology:
     layout: Layout = ()
     overlaps: bool = True
     together: tuple[tuple[str, float], ...] = ()
-    cached: bool = False
     combined: tuple[tuple[str, float], ...] = ()
     backend: BackendKind = "gpu"
     reached: float = 1.0
@@ -166,7 +167,8 @@ class Topology:
     host_memory: int = 0
     shares: tuple[tuple[str, float], ...] = ()
     starts: tuple[tuple[str, float], ...] = ()
-    element: float = 0.0
+    vector: float = 0.0
+    special: float = 1.0
     dispatch: float = 0.0
     dispatch_array: float = 0.0
 
@@ -220,11 +222,13 @@ _DISPATCH: Final = 5e-5
 
 
 class _Chip(NamedTuple):
-    """A chip: operations/s in bfloat16, bytes/s of its memory, GB of memory, operations/s in other types."""
+    """A chip: operations/s in bfloat16, bytes/s of its memory, GB of memory, elementwise operations/s, operations/s in
+    other types."""
 
     flops: float
     memory: float
     hbm: int
+    vector: float
     rates: tuple[tuple[str, float], ...] = ()
 
 
@@ -238,13 +242,13 @@ def _tpu(kind: str, chip: _Chip, link: float, pod: tuple[int, ...], reached: flo
     combined = (("all_reduce", 30.0 * MiB),)  # [M]
     return Topology(
         kind, chip.flops, chip.memory, chip.hbm * GB, 1e-6, fabrics, chip.rates, pod=pod, together=most,
-        combined=combined, backend="tpu", reached=reached, dispatch=_DISPATCH,
+        combined=combined, backend="tpu", reached=reached, dispatch=_DISPATCH, vector=chip.vector, special=_SPECIAL,
     )  # fmt: skip
 
 
 def _ironwood(reached: float) -> Topology:
     """[I] JAX has two devices for each chip, a half of it each, and these share the chip's links."""
-    half = _Chip(1.1535e15, 3.69e12, 96, tuple((t, 2.307e15) for t in ("float8_e4m3fn", "float8_e5m2")))
+    half = _Chip(1.1535e15, 3.69e12, 96, 7.2e12, tuple((t, 2.307e15) for t in ("float8_e4m3fn", "float8_e5m2")))
     found = _tpu("tpu7x", half, 5e10, (16, 24, 24), reached)
     chip = Fabric("switch", 6e11 * reached, 1e-6, most=2)
     return replace(
@@ -261,9 +265,14 @@ def _gpu(kind: str, chip: _Chip, reached: float, nvlink: float, domain: int, net
     combined = tuple((kind, 30.0 * MiB) for kind in ("all_reduce", "all_gather", "reduce_scatter"))  # [X]
     return Topology(
         kind, chip.flops, chip.memory, chip.hbm * GB, 6.6e-6, fabrics, chip.rates, combined=combined,
-        reached=reached, dispatch=_DISPATCH, shares=(("attention", _FLASH),),
+        reached=reached, dispatch=_DISPATCH, shares=(("attention", _FLASH),), vector=chip.vector,
+        special=_SPECIAL_A100 if kind.startswith("a100") else _SPECIAL,
     )  # fmt: skip
 
+
+_SPECIAL: Final = 8.0
+_SPECIAL_A100: Final = 4.0
+"""[V] Elementwise operations in the time of one special function."""
 
 _FLASH: Final = 0.72
 """[F] Operations/s of a flash attention kernel, beside those of large products."""
@@ -306,25 +315,25 @@ TOPOLOGIES: Final[Mapping[str, Topology]] = MappingProxyType(
         for t in (
             # [M] Fake devices of one host share its cores and memory: 8 devices on 2 cores. Measured by themselves: 54
             # Gop/s in products of width 512, 38 in those of width 128, 3 to 9 in batches with a side of 16; 14.5
-            # GB/s; 0.9 ns (an addition) to 1.9 (an exponential) for an element; the dispatches. Fitted within these,
-            # and the start of a convolution, to the steps of benchmarks/clock.md.
-            Topology("cpu", 4e10, 1.5e10, 4 * GB, 1e-4, (Fabric("switch", 6e8, 2e-7),), overlaps=False, cached=True,
+            # GB/s; 1.9 ns for an element of an exponential (an addition is bound by memory: 0.9 ns); the dispatches.
+            # Fitted, the share of thin products and the start of a convolution, to the steps of benchmarks/clock.md.
+            Topology("cpu", 4e10, 1.5e10, 4 * GB, 1e-4, (Fabric("switch", 6e8, 2e-7),), overlaps=False,
                      combined=(("all_reduce", ANY),), backend="cpu",
-                     shares=(("thin", 0.15),), starts=(("convolution", 6e-4),), element=6e-10, dispatch=1e-4,
-                     dispatch_array=5e-7),
-            _tpu("v4", _Chip(2.75e14, 1.2e12, 32), 4.5e10, (16, 16, 16), _V4_V5),
-            _tpu("v5e", _Chip(1.97e14, 8.1e11, 16, (("int8", 3.94e14),)), 4.5e10, (16, 16), _V4_V5),
-            _tpu("v5p", _Chip(4.59e14, 2.8e12, 95, (("int8", 9.18e14),)), 9e10, (16, 20, 28), _V4_V5),
-            _tpu("v6e", _Chip(9.2e14, 1.6e12, 32, (("int8", 1.84e15),)), 9e10, (16, 16), _V6E),
+                     shares=(("thin", 0.15),), starts=(("convolution", 6e-4),), vector=_SPECIAL / 1.9e-9,
+                     special=_SPECIAL, dispatch=1e-4, dispatch_array=5e-7),
+            _tpu("v4", _Chip(2.75e14, 1.2e12, 32, 4.3e12), 4.5e10, (16, 16, 16), _V4_V5),
+            _tpu("v5e", _Chip(1.97e14, 8.1e11, 16, 6.1e12, (("int8", 3.94e14),)), 4.5e10, (16, 16), _V4_V5),
+            _tpu("v5p", _Chip(4.59e14, 2.8e12, 95, 1.4e13, (("int8", 9.18e14),)), 9e10, (16, 20, 28), _V4_V5),
+            _tpu("v6e", _Chip(9.2e14, 1.6e12, 32, 7.2e12, (("int8", 1.84e15),)), 9e10, (16, 16), _V6E),
             _ironwood(_V7X),
-            _gpu("a100-40", _Chip(3.12e14, 1.555e12, 40, _AMPERE), _A100, 3e11, 8, 2.5e10),
-            _gpu("a100", _Chip(3.12e14, 2.039e12, 80, _AMPERE), _A100, 3e11, 8, 2.5e10),
-            _gpu("h100", _Chip(9.89e14, 3.35e12, 80, _HOPPER), _H100, 4.5e11, 8, 5e10),
-            _gpu("h800", _Chip(9.89e14, 3.35e12, 80, _HOPPER), _H100, 2e11, 8, 5e10),
-            _gpu("h200", _Chip(9.89e14, 4.8e12, 141, _HOPPER), _H100, 4.5e11, 8, 5e10),
-            _gpu("gb300", _Chip(2.5e15, 8e12, 279, _BLACKWELL_ULTRA), _GB300S, 9e11, 72, 1e11),
-            _gpu("gb200", _Chip(2.5e15, 8e12, 186, _GB200), _GB200S, 9e11, 72, 5e10),
-            _gpu("b200", _Chip(2.25e15, 8e12, 180, _BLACKWELL), _GB200S, 9e11, 8, 5e10),
+            _gpu("a100-40", _Chip(3.12e14, 1.555e12, 40, 9.75e12, _AMPERE), _A100, 3e11, 8, 2.5e10),
+            _gpu("a100", _Chip(3.12e14, 2.039e12, 80, 9.75e12, _AMPERE), _A100, 3e11, 8, 2.5e10),
+            _gpu("h100", _Chip(9.89e14, 3.35e12, 80, 3.35e13, _HOPPER), _H100, 4.5e11, 8, 5e10),
+            _gpu("h800", _Chip(9.89e14, 3.35e12, 80, 3.35e13, _HOPPER), _H100, 2e11, 8, 5e10),
+            _gpu("h200", _Chip(9.89e14, 4.8e12, 141, 3.35e13, _HOPPER), _H100, 4.5e11, 8, 5e10),
+            _gpu("gb300", _Chip(2.5e15, 8e12, 279, 4e13, _BLACKWELL_ULTRA), _GB300S, 9e11, 72, 1e11),
+            _gpu("gb200", _Chip(2.5e15, 8e12, 186, 4e13, _GB200), _GB200S, 9e11, 72, 5e10),
+            _gpu("b200", _Chip(2.25e15, 8e12, 180, 3.75e13, _BLACKWELL), _GB200S, 9e11, 8, 5e10),
         )
         for link, memory in [_HOSTS.get(t.kind, _HOST)]
     }
@@ -557,25 +566,24 @@ def topology_from_json(text: str, where: str = "The topology") -> Topology:
         raise MeshError(f'{where}: "shape" must be a list of positive whole numbers, not {shape!r}.')
     numbers = [_positive(data, name, where) for name in ("flops", "memory_bandwidth", "hbm")]
     launch = _positive(data, "launch", where, least=0.0)
-    host, memory, element, dispatch, array = (
+    host, memory, vector, dispatch, array = (
         _positive({k: data.get(k, 0)}, k, where, least=0.0)
-        for k in ("host_bandwidth", "host_memory", "element", "dispatch", "dispatch_array")
+        for k in ("host_bandwidth", "host_memory", "vector", "dispatch", "dispatch_array")
     )
-    overlaps, cached = data.get("overlaps", True), data.get("cached", False)
-    for name, flag in {"overlaps": overlaps, "cached": cached}.items():
-        if not isinstance(flag, bool):
-            raise MeshError(f'{where}: "{name}" must be true or false, not {flag!r}.')
+    overlaps = data.get("overlaps", True)
+    if not isinstance(overlaps, bool):
+        raise MeshError(f'{where}: "overlaps" must be true or false, not {overlaps!r}.')
     named = TOPOLOGIES.get(kind.removesuffix("-measured"))  # older files do not say it
     backend = data.get("backend", "gpu" if named is None else named.backend)
     if backend not in ("cpu", "gpu", "tpu"):
         raise MeshError(f'{where}: "backend" must be "cpu", "gpu" or "tpu", not {backend!r}.')
-    reached = _positive({"reached": data.get("reached", 1.0)}, "reached", where)
+    reached, special = (_positive({k: data.get(k, 1.0)}, k, where) for k in ("reached", "special"))
     return Topology(
         kind, numbers[0], numbers[1], int(numbers[2]), launch, read, _rates(data, where), tuple(cast(list[int], shape)),
-        overlaps=overlaps, together=_rates(data, where, "together"), cached=cached,
+        overlaps=overlaps, together=_rates(data, where, "together"),
         combined=_rates(data, where, "combined"), backend=backend, reached=reached,
         host_bandwidth=host, host_memory=int(memory), shares=_rates(data, where, "shares"),
-        starts=_rates(data, where, "starts"), element=element, dispatch=dispatch, dispatch_array=array,
+        starts=_rates(data, where, "starts"), vector=vector, special=special, dispatch=dispatch, dispatch_array=array,
     )  # fmt: skip
 
 

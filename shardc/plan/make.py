@@ -25,7 +25,7 @@ from shardc.plan.request import Argument, Request
 from shardc.plan.rewrites import Compared, RewriteTrial, compare
 from shardc.plan.uneven import uneven_results
 from shardc.sbp.placement import REPLICATED, Pin
-from shardc.solver import ROUNDING, Assignment, relative_gap
+from shardc.solver import ROUNDING, Assignment, AssignmentCost
 from shardc.solver.within_limit import BUDGET, GOOD_ENOUGH, CheapestThatFits
 
 RESIDUALS: Final = "recompute_residuals"
@@ -58,12 +58,11 @@ def make_plan(request: Request) -> SpmdPlan | DoesNotFit:
     if isinstance(best, DoesNotFit):
         return best
     if trials:
-        more = relative_gap(best.seconds, min(_least_seconds(f) for f in compared.found if f is not best))
-        gap = math.inf if best.gap is None else max(best.gap, more if more > ROUNDING else 0.0)
+        gap = None if best.gap is None else _gap(best.seconds, min(map(_least_seconds, compared.found)))
         free = None if request.limit is None else min(map(_unlimited, compared.found), key=lambda u: u.seconds)
         if free is None or free.seconds >= (1 - ROUNDING) * _unlimited(best).seconds:
             free = best.unlimited
-        best = copied(best, SpmdPlan, gap=gap if math.isfinite(gap) else None, trials=trials, unlimited=free)
+        best = copied(best, SpmdPlan, gap=gap, trials=trials, unlimited=free)
     uneven = uneven_results(best)
     return best if uneven is None else copied(best, SpmdPlan, uneven=uneven)
 
@@ -104,7 +103,13 @@ def _least_seconds(found: SpmdPlan | DoesNotFit) -> float:
     """The least that a plan of the same program could take."""
     if isinstance(found, DoesNotFit):
         return math.inf
-    return 0.0 if found.gap is None else found.seconds / (1 + found.gap)
+    return 0.0 if found.gap is None else found.seconds * (1 - found.gap)
+
+
+def _gap(seconds: float, least: float) -> float:
+    """The part of the seconds by which a plan could be faster at most."""
+    more = (seconds - least) / seconds if seconds else 0.0
+    return more if more > ROUNDING else 0.0
 
 
 def _plan_as_written(request: Request, keeps: bool = False) -> SpmdPlan | DoesNotFit:
@@ -193,9 +198,8 @@ class _Fitting:
 
     @property
     def is_near(self) -> bool:
-        """Whether a plan is proved to cost next to nothing more than the best without a limit."""
-        best = self.found.best
-        return best is not None and not self.found.may_win(_least_seconds(best), GOOD_ENOUGH)
+        """Whether a plan costs next to nothing more than the fastest without a limit."""
+        return self.found.best is not None and not self.found.may_win(self.whole.plan.seconds, GOOD_ENOUGH)
 
     def on_device(self) -> None:
         """Adds plans without values on the host."""
@@ -276,6 +280,16 @@ class _Fitting:
                 wanted = math.inf
 
 
+ROUNDS: Final = 2
+"""Searches with tables that count what overlaps, at most. A program that computes something again gets one."""
+
+
+LEAST_MOVING: Final = 1e-4
+"""Seconds of collectives for which such a search is worth its time: fewer are within the uncertainty of latencies."""
+LEAST_SHARE: Final = 0.01
+"""Their share of a call."""
+
+
 MORE: Final = 1.25
 """The factor on the bytes over the limit that the next attempt frees in addition."""
 
@@ -315,31 +329,61 @@ class _PlanSearch:
     def placer(self) -> Placer:
         return Placer(problem_of(self.request, self.ties), self.mesh)
 
-    @cached_property
+    @property
     def cheapest(self) -> Assignment:
-        """The cheapest choices found. A program that computes something again may go without a proof of its own."""
+        """The choices of the fastest plan found, with their cost as the search adds it up and its bound."""
+        return self._fastest[0]
+
+    @property
+    def plan(self) -> SpmdPlan:
+        """The fastest, whatever memory it takes."""
+        return self._fastest[1]
+
+    @cached_property
+    def _least_cost(self) -> Assignment:
+        """The choices of the least cost that the search found, as if nothing overlapped. A program that computes
+        something again may go without a proof of its own."""
         if self.bound == math.inf:
             return self.placer.tables.best()
         found = self.placer.tables.best(proved=False)
         return replace(found, bound=max(found.bound, min(self.bound, found.cost)))
 
     @cached_property
-    def plan(self) -> SpmdPlan:
-        """The cheapest, whatever memory it takes."""
-        placed = self.placer.placed(self.cheapest)
+    def _fastest(self) -> tuple[Assignment, SpmdPlan]:
+        """The choices and the plan that take the fewest seconds: those of the least cost as if nothing overlapped, or
+        those of a search that knows what overlaps beside the choices before it."""
+        found = self._least_cost
+        best = found, self._plan_of_choices(found)
+        if not self.mesh.topology.overlaps:
+            return best
+        cost = AssignmentCost(self.placer.tables.unary, self.placer.tables.pairwise).cost
+        for _ in range(ROUNDS if self.bound == math.inf else 1):
+            if best[1].time.moving < max(LEAST_MOVING, LEAST_SHARE * best[1].seconds):
+                break
+            values = self.placer.overlapping(found).best(proved=False).values
+            if values == found.values:
+                break
+            found = replace(found, values=values, cost=cost(values))
+            plan = self._plan_of_choices(found)
+            if _priced(plan) < _priced(best[1]) * (1 - ROUNDING):
+                best = found, plan
+        return best
+
+    def _plan_of_choices(self, found: Assignment) -> SpmdPlan:
+        placed = self.placer.placed(found)
         return self.plan_of(placed, insert_boxing(self.placer.problem, placed, self.mesh))
 
     def plan_of(self, placed: Placed, boxed: Boxed) -> SpmdPlan:
         problem, on_host = self.placer.problem, self.request.on_host
-        gap = max(placed.gap, relative_gap(placed.seconds, self.bound))
         plan = SpmdPlan(
             self.program, self.mesh, boxed, tuple(placed.ports[n][-1] for n in problem.sources),
             tuple(placed.ports[n][0] for n in problem.sinks), self.ties, request=self.request,
-            gap=gap if math.isfinite(gap) else None,
             recomputed=recomputed(boxed, self.mesh, self.backend, self.program.to_fit),
             recomputed_for_speed=recomputed(boxed, self.mesh, self.backend, self.program.for_speed),
         )  # fmt: skip
-        return with_named(plan, on_host)
+        bound = min(placed.seconds / (1 + placed.gap), self.bound)
+        least = self.placer.least_seconds(bound, placed.seconds, plan.cost.time.total) + plan.time.launch
+        return with_named(copied(plan, SpmdPlan, gap=_gap(plan.seconds, least)), on_host)
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from shardc.passes.estimate.backend import backend_of
-from shardc.passes.estimate.plan_cost import plan_cost
 from shardc.passes.memory.offload import HostChoice, OffloadOptions, offload
 from shardc.passes.recompute.recompute_residuals import find_residuals
 from shardc.passes.trace.pins import matcher
@@ -53,10 +52,8 @@ def with_choice(plan: SpmdPlan, choice: HostChoice, why: str) -> SpmdPlan:
     boxed = offload(before, choice, plan.program.in_paths)
     numbers = {r.stack: n for n, r in enumerate(find_residuals(before.jaxpr))}
     names = (*(plan.program.in_paths[i] for i in choice.arguments), *(f"#{numbers[v]}" for v in choice.stacks))
-    gap = plan.gap
-    if gap is not None:
-        gap = (1 + gap) * plan_cost(boxed, plan.mesh).added / plan.added_seconds - 1
-    return replace(plan, boxed=boxed, offloaded=Offloaded(names, before, why), gap=gap)
+    made = replace(plan, boxed=boxed, offloaded=Offloaded(names, before, why))
+    return made if plan.gap is None else replace(made, gap=1 - (1 - plan.gap) * plan.seconds / made.seconds)
 
 
 def with_names(plan: SpmdPlan, names: Sequence[str], why: str) -> SpmdPlan:

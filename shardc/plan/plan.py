@@ -215,7 +215,7 @@ class SpmdPlan(PlacedProgram):
 
     Attributes:
       request: what was asked, with the pins as the search took them.
-      gap: an upper bound on (cost - least cost) / least cost; None where nothing is proved.
+      gap: an upper bound on (seconds - least seconds) / seconds; None where nothing is proved.
       unlimited: the cheapest plan without the memory limit; None if the limit changed nothing.
       recomputed: values that are recomputed to save memory; `program` recomputes them. None: nothing.
       recomputed_for_speed: values of loops that are faster to recompute than to keep.

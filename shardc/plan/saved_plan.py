@@ -46,7 +46,7 @@ class SavedPlan:
       function: name of the function.
       mesh: names and sizes of the axes.
       seconds: what a call takes, by the cost model that the plan was made with.
-      gap: by what part of the least cost there is its cost may be above it, by the same; None where nothing was proved.
+      gap: the part of the seconds by which another plan may be faster, by the same; None where nothing was proved.
       arguments, results: by path.
       captured: the arrays that the function closes over, in order.
       digests: for each primitive, of the parameters and connections of its operations.

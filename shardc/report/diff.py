@@ -50,7 +50,7 @@ def diff_saved(one: SavedPlan, other: SavedPlan, width: int | None = None) -> st
     rows = [
         ("mesh", *(", ".join(f"{a}={n}" for a, n in plan.mesh.items()) for plan in (one, other))),
         ("time of a call", seconds_text(one.seconds), seconds_text(other.seconds)),
-        ("gap of search cost", _gap_text(one.gap), _gap_text(other.gap)),
+        ("gap", _gap_text(one.gap), _gap_text(other.gap)),
     ]
     if not any(parts) and all(a == b for _, a, b in rows):
         return SAME
@@ -93,7 +93,7 @@ def _totals(one: PlanView, other: PlanView) -> Section:
         _numbers(one), _numbers(other), strict=True,
     )  # fmt: skip
     rows = [(title, text(a), text(b), signed_text(b - a, text)) for title, text, a, b in figures]
-    rows.append(("gap of search cost", _gap_text(one.gap), _gap_text(other.gap), ""))
+    rows.append(("gap", _gap_text(one.gap), _gap_text(other.gap), ""))
     if isinstance(one, MpmdPlan) and isinstance(other, MpmdPlan):
         a, b = (sum(t.bytes for t in plan.transfers) for plan in (one, other))
         rows.append(("sent from stage to stage", bytes_text(a), bytes_text(b), signed_text(b - a, bytes_text)))

@@ -45,9 +45,9 @@ WORDS = (
 )
 
 
-SEARCH_COST: Final = (
-    "Search cost: the seconds of products, moves and memory added up, without fusion, overlap and light arithmetic, "
-    "which the time of a call counts."
+BOUND: Final = (
+    "The bound is one of the seconds of a call. Where collectives overlap with computing it is loose: the computing "
+    "alone, or half of the sum of both."
 )
 
 
@@ -105,7 +105,7 @@ def _cost_words(plan: PlanView) -> list[str]:
     if isinstance(plan, MpmdPlan):
         return []
     text = compared_text(plan)
-    return [f"{SEARCH_COST} {text[0].upper()}{text[1:]}."]
+    return [f"{BOUND} {text[0].upper()}{text[1:]}."]
 
 
 # -- head
@@ -146,7 +146,7 @@ def _scans(plan: PlanView) -> Iterator[str]:
 def _program_sections(plan: SpmdPlan) -> OwnSections:
     """The parts of the report that only a plan of one program has."""
     about = "about" if all(c.is_known for _, c in plan.moves) else "at least"
-    head = f"{_sent_text(plan)}; {about} {seconds_text(plan.seconds)}; search cost {proof_text(plan)}."
+    head = f"{_sent_text(plan)}; {about} {seconds_text(plan.seconds)}; {proof_text(plan)}."
     memory, hbm = plan.memory, plan.mesh.topology.hbm
     fullest = Section(
         f"Memory: at most {bytes_text(memory.peak)} on each device, {percent_text(memory.peak / hbm)} of its "
@@ -182,7 +182,7 @@ def proof_text(plan: PlanView) -> str:
 
 
 def optimality_text(gap: float | None) -> str:
-    """How far the search cost of a plan is from the least: `proved optimal`, `within 4.8% of the optimum`."""
+    """How far the seconds of a plan are from the least: `proved optimal`, `within 4.8% of the optimum`."""
     if gap is None:
         return "without a bound"
     return f"within {percent_text(gap)} of the optimum" if gap else "proved optimal"

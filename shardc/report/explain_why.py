@@ -129,14 +129,8 @@ def _verdict(asked: Counterfactual, value: Named, others: Sequence[Other]) -> st
     gains = faster(best.plan, plan)
     there = placement_text(best.placement)
     if pin is None or pin.fixed == frozenset():
-        if gains and plan.gap != 0.0:
-            proved = proof_text(plan)
-            return f"{there} {_costs(plan, best.plan)}: better than this plan, whose search cost is {proved}."
         if gains:
-            return (
-                f"{here} is the cheapest if the memory traffic of each value is counted too; {there} "
-                f"{_costs(plan, best.plan)}."
-            )
+            return f"{there} {_costs(plan, best.plan)}: better than this plan, of which {proof_text(plan)}."
         return f"No cheaper placement was found: the next best, {there}, {_costs(plan, best.plan)}."
     by_user = is_from_user(value.node, pin)
     how = f"It is pinned by {source_of(value.node, pin)}" if by_user else "The argument is passed with this placement"

@@ -402,6 +402,14 @@ def heavy_seconds(flops: Any, memory: Any, mesh: MeshView, dtype: Any, passes: f
     return np.maximum(flops / machine.flops_in(str(dtype), kind), moved) + dict(machine.starts).get(kind, 0.0)
 
 
+@lru_cache(maxsize=256)
+def element_seconds(kind: str, topology: Topology) -> float:
+    """Seconds that the vector units take for each element of a light operation of a kind; 0 for kinds that compute
+    nothing."""
+    operations = {"elementwise": 1.0, "reduction": 1.0, "special": topology.special}.get(kind, 0.0)
+    return operations / (topology.reached * topology.vector) if topology.vector else 0.0
+
+
 def memory_seconds(memory: float, mesh: MeshView) -> float:
     """Time to read and write `memory` bytes."""
     return memory / mesh.topology.memory_rate

@@ -237,8 +237,9 @@ class Rule:
       flops: floating-point operations of the whole operation; 0 if it is bound by memory.
       passes: how often it reads and writes the memory of its operands and results. 0: once if it has `flops`, else it
         is light: bound by memory, and fused with other light operations.
-      kind: `elementwise`, `reduction`, `thin` (a product), `convolution`, `attention` or none: some machines have times
-        for these (`Topology.shares`, `starts`, `element`).
+      kind: `elementwise`, `special` (an elementwise function that vector units compute by many operations),
+        `reduction`, `thin` (a product), `convolution`, `attention` or none: machines have times for these
+        (`element_seconds`, `Topology.shares`, `starts`).
     """
 
     operands: tuple[Factors, ...]

@@ -103,12 +103,12 @@ def calibrate(mesh: Mesh, *, sizes: Sequence[int] = SIZES, turns: int = 5, width
     machine = Topology(
         f"{known.kind}-measured", rates["bfloat16"], measure_memory(mesh, 4 * max(sizes), watch), known.hbm, launch,
         fabrics, tuple(rates.items()), tuple(mesh.shape[a] for a in reversed(axes)), overlaps=known.overlaps,
-        cached=known.cached, combined=known.combined, backend=known.backend, dispatch=known.dispatch,
+        combined=known.combined, backend=known.backend, dispatch=known.dispatch, special=known.special,
     )  # fmt: skip
     if known.backend == "cpu":  # elsewhere the host runs ahead of the devices
         machine = replace(
             machine, dispatch=watch.idle, dispatch_array=measure_array(mesh, watch),
-            element=measure_element(mesh, max(sizes), watch),
+            vector=measure_vector(mesh, max(sizes), known.special, watch),
             shares=(("thin", measure_thin(mesh, watch) / rates["float32"]),),
             starts=(("convolution", measure_convolution(mesh, watch)),),
         )  # fmt: skip
@@ -296,8 +296,9 @@ def measure_thin(mesh: Mesh, watch: Watch) -> float:
     return 4 * batch * rows * rows * width * CHAIN / watch(_on_each(mesh, chain), x)
 
 
-def measure_element(mesh: Mesh, held: int, watch: Watch) -> float:
-    """Seconds for each element of an exponential and a sum along rows, on all devices at once."""
+def measure_vector(mesh: Mesh, held: int, special: float, watch: Watch) -> float:
+    """Elementwise operations per second in an exponential, a sum along rows, and two operations more, on all devices at
+    once. `special`: operations that an exponential counts for."""
     rows = max(1, held // 4 // 512)
 
     def chain(x: jax.Array) -> jax.Array:
@@ -306,4 +307,4 @@ def measure_element(mesh: Mesh, held: int, watch: Watch) -> float:
         return x
 
     x = _on(mesh, np.zeros((rows * mesh.size, 512), np.float32))
-    return watch(_on_each(mesh, chain), x) / CHAIN / rows / 512 / 4
+    return CHAIN * rows * 512 * (special + 3) / watch(_on_each(mesh, chain), x)

@@ -26,7 +26,7 @@ def calibration_text(found: Calibration, width: int | None = None) -> str:
     lines = [
         f"The host launches a program in {seconds_text(machine.dispatch)}, with {seconds_text(machine.dispatch_array)} "
         "for each argument and result on each device.",
-        f"A device computes an element in {seconds_text(machine.element)}; "
+        f"A device computes {rate_text(machine.vector, 'elements/s')}; "
         + "; ".join([f"a {kind} starts in {seconds_text(s)}" for kind, s in machine.starts])
         + "".join([f"; thin products reach {percent_text(s)} of that rate" for _, s in machine.shares])
         + ".",

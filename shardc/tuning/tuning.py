@@ -172,7 +172,7 @@ def _table(title: str, shown: Sequence[Candidate]) -> Section | None:
     staged = any(c.pipeline for c in shown)
     looped = any(c.microbatches for c in shown)
     columns = [">", "mesh"] + ["pipeline"] * staged + [">microbatches"] * looped
-    columns += [">time", ">memory", ">at least", ">bytes", "search cost"]
+    columns += [">time", ">memory", ">at least", ">bytes", "bound"]
     rows: list[Sequence[str]] = []
     for i, c in enumerate(shown):
         cells = [str(i + 1), mesh_text(c)] + [pipeline_text(c)] * staged + [str(c.microbatches or "-")] * looped

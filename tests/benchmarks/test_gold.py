@@ -365,7 +365,6 @@ def test_what_is_sent_beyond_the_formula_takes_less_time(name, without, share):
     with without():
         _, least, _ = make_plan(row, "annotated", mesh)
     assert plan.bytes_per_device > row.gold
-    assert (1 + least.gap) * plan.added_seconds < least.added_seconds
     assert plan.seconds == pytest.approx(share * least.seconds, rel=0.01)
 
 
@@ -376,7 +375,7 @@ def test_what_is_free_costs_no_more_than_what_is_annotated(name):
     row = HERE[name]
     mesh = shardc.make_mesh(**row.mesh)
     annotated, free = (make_plan(row, side, mesh)[1] for side in ("annotated", "auto"))
-    assert free.added_seconds <= (1 + free.gap) * annotated.added_seconds * (1 + 1e-4)
+    assert free.seconds <= annotated.seconds * (1 + 1e-3)
 
 
 def test_logits_are_not_gathered():

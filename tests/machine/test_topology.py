@@ -260,7 +260,6 @@ def broken(**changes: Any) -> str:
         (broken(hbm="4GB"), "The topology: 'hbm' must be a positive number, not '4GB'."),
         (broken(launch=True), "The topology: 'launch' must be a positive number, not True."),
         (broken(overlaps=1), 'The topology: "overlaps" must be true or false, not 1.'),
-        (broken(cached="no"), "The topology: \"cached\" must be true or false, not 'no'."),
         (broken(together=3), 'The topology: "together" must be an object from names to numbers, not 3.'),
         (broken(flop=1), "The topology: has the unknown name 'flop'. Did you mean \"flops\"?"),
         (broken(kind="a b"), "The topology: \"kind\" must be a name of letters, digits, dots and dashes, not 'a b'."),

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import shardc
 from shardc import S
 from shardc.plan.plan import Unlimited
-from shardc.report.explain import SEARCH_COST, compared_text, sections_of
+from shardc.report.explain import BOUND, compared_text, sections_of
 from shardc.report.tables import bytes_text, report_text
 from tests.report import programs
 
@@ -118,11 +118,11 @@ def test_the_text_is_one_printer_of_the_sections(mesh):
 
 
 def test_of_what_a_plan_is_proved():
-    """A plan of the least search cost may take more seconds than one with a pin more: light arithmetic is not in it."""
+    """A pin makes no plan faster that is proved optimal: light arithmetic is split without it."""
 
     def chain(x, pin):
         d = ((x[:, None] - x[None]) ** 2).sum(-1)
-        for _ in range(5):
+        for _ in range(10):
             d = jnp.sin(d)
         return shardc.constrain(d.sum(1), {"a": shardc.S(0)}) if pin else d.sum(1)
 
@@ -133,9 +133,9 @@ def test_of_what_a_plan_is_proved():
         )
 
     plan = plan_of(False)
-    assert plan.gap == 0.0 and plan_of(True).seconds < plan.seconds / 2
-    assert "; search cost proved optimal." in plan.explain()
-    assert f"{SEARCH_COST} No other plan was timed." in plan.explain()
+    assert plan.gap == 0.0 and plan.seconds == pytest.approx(plan_of(True).seconds)
+    assert "; proved optimal." in plan.explain()
+    assert f"{BOUND} No other plan was timed." in plan.explain()
 
 
 @pytest.mark.parametrize(

@@ -39,13 +39,14 @@ from shardc.ir.walk import (
 from shardc.machine.mesh import MeshView
 from shardc.passes.estimate.combine import Started, combinations
 from shardc.passes.estimate.overlap import overlapped_seconds
-from shardc.passes.estimate.traffic import fused_bytes
+from shardc.passes.estimate.traffic import FusedGroup, fused_groups
 from shardc.sbp.boxing import Boxing
 from shardc.sbp.cost import (
     COLLECTIVES,
     FEMTO,
     CollectiveKind,
     RingTime,
+    element_seconds,
     group_of,
     heavy_seconds,
     light_seconds,
@@ -160,8 +161,8 @@ class EquationCost:
     """The cost of one equation in one call, over all its executions. That of one with bodies is in theirs.
 
     Attributes:
-      time: bytes of light operations are shared out among those of one body by the bytes that each touches: they are
-        fused, so no one of them has a cost of its own. Nothing is subtracted for what overlaps.
+      time: the time of light operations that are fused is shared out among them by the bytes that each touches: no one
+        of them has a cost of its own. Nothing is subtracted for what overlaps.
       collectives: as in the plan.
     """
 
@@ -297,13 +298,11 @@ class _CostWalk:
             times[s.eqn] = replace(time, **{s.kind: getattr(time, s.kind) - s.seconds})
         hidden = self.overlapped(jaxpr, times, together) if self.mesh.topology.overlaps else Time()
         light = plain.union([eqn for eqn in others if self.is_light(eqn)])
-        moved = fused_bytes(jaxpr, light, {eqn for eqn in others if _is_same(eqn)}, self.held)
-        fused = memory_seconds(moved, self.mesh)
-        if element := self.mesh.topology.element:
-            fused += element * sum(map(self.elements, light))
+        groups = fused_groups(jaxpr, light, {eqn for eqn in others if _is_same(eqn)}, self.held)
+        fused = [max(memory_seconds(g.bytes, self.mesh), sum(map(self.arithmetic, g.eqns))) for g in groups]
         if self.each is not None:
-            self.share_out(times, light, fused, trips)
-        return sum(times.values(), hidden + Time(memory=fused))
+            self.share_out(times, light, zip(groups, fused, strict=True), trips)
+        return sum(times.values(), hidden + Time(memory=sum(fused)))
 
     def overlapped(self, jaxpr: Jaxpr, times: Mapping[Eqn, Time], together: Iterable[Sequence[Started]]) -> Time:
         """The part of a scope's collectives that overlaps with what its other equations compute.
@@ -324,23 +323,29 @@ class _CostWalk:
         reduced = sum(s for s, (eqns, _) in zip(found, sending, strict=True) if any(map(self.is_reducing, eqns)))
         return Time(overlapped=sum(found), overlapped_reductions=reduced)
 
-    def share_out(self, times: Mapping[Eqn, Time], light: Collection[Eqn], fused: float, trips: int) -> None:
-        """Add the seconds of each equation of a scope to its cost; those of light operations together are `fused`."""
+    def share_out(
+        self, times: Mapping[Eqn, Time], light: Iterable[Eqn], fused: Iterable[tuple[FusedGroup, float]], trips: int
+    ) -> None:
+        """Add the seconds of each equation of a scope to its cost. `fused`: groups of light ones with their seconds."""
         assert self.each is not None
-        touched = {eqn: self.touched(eqn) for eqn in light}
-        whole = sum(touched.values())
         for eqn, time in times.items():
             if eqn.primitive.name not in NESTED:
                 self.each[eqn].time += time * trips
-        for eqn, size in touched.items():
-            found = self.each.setdefault(eqn, EquationCost(Time(), ()))
-            found.time += Time(memory=fused * trips * (size / whole if whole else 0.0))
+        for eqn in light:
+            self.each.setdefault(eqn, EquationCost(Time(), ()))
+        for group, seconds in fused:
+            touched = [self.touched(eqn) for eqn in group.eqns]
+            whole = sum(touched)
+            for eqn, size in zip(group.eqns, touched, strict=True):
+                self.each[eqn].time += Time(memory=seconds * trips * (size / whole if whole else 0.0))
 
-    def elements(self, eqn: Eqn) -> float:
-        """The elements that an elementwise operation computes or a reduction reads on a device; 0 for others."""
-        if eqn.primitive.name in _PARTICULAR or not self.rule(eqn).kind:
+    def arithmetic(self, eqn: Eqn) -> float:
+        """Seconds that the vector units compute in one execution of a light operation."""
+        if eqn.primitive.name in _PARTICULAR:
             return 0.0
-        return max(self.held[a] / itemsize_of(a.aval) for a in (*compat.variables(eqn.invars), *eqn.outvars))
+        if not (each := element_seconds(self.rule(eqn).kind, self.mesh.topology)):
+            return 0.0
+        return each * max(self.held[a] / itemsize_of(a.aval) for a in (*compat.variables(eqn.invars), *eqn.outvars))
 
     def touched(self, eqn: Eqn) -> int:
         """Bytes that an operation reads and writes."""
@@ -614,8 +619,10 @@ def whole_seconds(eqn: Eqn, mesh: MeshView) -> float:
         return 0.0
     if eqn.primitive.name not in NESTED:
         atoms = [a for a in (*eqn.invars, *eqn.outvars) if not compat.is_literal(a)]
-        whole = dict.fromkeys(atoms, REPLICATED)
-        return _seconds(eqn, _rule_of(eqn), sum(map(bytes_of, atoms)), whole, mesh)
+        whole, rule = dict.fromkeys(atoms, REPLICATED), _rule_of(eqn)
+        each = element_seconds(rule.kind, mesh.topology)
+        arithmetic = each * max((bytes_of(a) / itemsize_of(a.aval) for a in atoms), default=0) if each else 0.0
+        return arithmetic + _seconds(eqn, rule, sum(map(bytes_of, atoms)), whole, mesh)
     trips = trips_of(eqn)
     return sum(n * whole_seconds(e, mesh) for body in bodies_of(eqn) for e, n in executions(body, trips))
 

@@ -1,12 +1,15 @@
-"""Bytes that light operations read and write once XLA has fused them: less than the sum over operations.
+"""Groups of light operations that XLA fuses, and the bytes that each group reads and writes: less than the sum over
+operations.
 
-A light operation is fused into its readers. So a chain of them writes only what something else reads: a heavy
-operation, a collective, a loop, the caller. It reads only what no light operation made, and each such value once.
+A light operation is fused into its readers. So a group of them writes only what something else reads: a heavy
+operation, a collective, a loop, the caller. It reads only what no light operation made. All light operations together
+read such a value once, in equal shares.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
 
 from shardc import compat
 from shardc.compat import Eqn, Jaxpr, Var
@@ -18,8 +21,31 @@ UPDATED_OPERAND = {"dynamic_update_slice": 1, "scatter": 2, "scatter-add": 2}
 there."""
 
 
-def fused_bytes(jaxpr: Jaxpr, light: Set[Eqn], same: Set[Eqn], held: Mapping[Var, int]) -> int:
-    """Bytes that the light operations of a jaxpr read and write in one execution, without those in nested jaxprs.
+@dataclass(frozen=True, slots=True)
+class FusedGroup:
+    """Light equations that read results of each other, and the bytes that they read and write together."""
+
+    eqns: Sequence[Eqn]
+    bytes: float
+
+
+def joined(numbers: int, pairs: Iterable[tuple[int, int]]) -> list[int]:
+    """For each of so many numbers the least number that pairs join it with."""
+    first = list(range(numbers))
+
+    def find(n: int) -> int:
+        while first[n] != n:
+            first[n] = n = first[first[n]]
+        return n
+
+    for a, b in pairs:
+        a, b = find(a), find(b)
+        first[max(a, b)] = min(a, b)
+    return [find(n) for n in range(numbers)]
+
+
+def fused_groups(jaxpr: Jaxpr, light: Set[Eqn], same: Set[Eqn], held: Mapping[Var, int]) -> list[FusedGroup]:
+    """The groups of light operations of a jaxpr with the bytes of one execution, without those in nested jaxprs.
 
     Args:
       light: the light equations.
@@ -27,9 +53,12 @@ def fused_bytes(jaxpr: Jaxpr, light: Set[Eqn], same: Set[Eqn], held: Mapping[Var
       held: bytes of a value on a device.
     """
     root: dict[Var, Var] = {}
-    written: dict[Var, int] = {}  # results of light operations
+    written: dict[Var, tuple[float, int]] = {}  # results of light operations: their bytes, and the number of the maker
     read: dict[Var, int] = {}
+    readers: dict[Var, list[int]] = {}
     wanted: set[Var] = set()
+    fused: list[Eqn] = []
+    pairs: list[tuple[int, int]] = []
 
     for eqn in jaxpr.eqns:
         operands = [root.get(a, a) for a in eqn.invars if not compat.is_literal(a)]
@@ -39,16 +68,35 @@ def fused_bytes(jaxpr: Jaxpr, light: Set[Eqn], same: Set[Eqn], held: Mapping[Var
         if eqn in same and operands:
             root[eqn.outvars[0]] = operands[0]
             continue
-        name = eqn.primitive.name
+        name, number = eqn.primitive.name, len(fused)
+        fused.append(eqn)
+        pairs += [(number, written[v][1]) for v in operands if v in written]
         if name in PARTLY_READ and operands and operands[0] not in written:
             v = operands[0]
             read[v] = max(read.get(v, 0), min(held[v], sum(held[out] for out in eqn.outvars)))
+            readers.setdefault(v, []).append(number)
         for v in operands[1:] if name in PARTLY_READ or name in UPDATED_OPERAND else operands:
             if v not in written:
                 read[v] = held[v]
+                readers.setdefault(v, []).append(number)
         put = eqn.invars[UPDATED_OPERAND[name]] if name in UPDATED_OPERAND else None
         for v in eqn.outvars:
-            written[v] = held[v if put is None or compat.is_literal(put) else put]
+            written[v] = held[v if put is None or compat.is_literal(put) else put], number
     results = [root.get(a, a) for a in jaxpr.outvars if not compat.is_literal(a)]
     wanted.update([v for v in results if v in written])
-    return sum(read.values()) + sum(written[v] for v in wanted)
+    shares = [written[v] for v in wanted]
+    shares += [(size / len(readers[v]), number) for v, size in read.items() for number in readers[v]]
+    return _grouped(fused, pairs, shares)
+
+
+def _grouped(
+    fused: Sequence[Eqn], pairs: Iterable[tuple[int, int]], shares: Iterable[tuple[float, int]]
+) -> list[FusedGroup]:
+    """The groups of equations that `pairs` of their numbers join. `shares`: bytes, and the number of an equation."""
+    group, moved = joined(len(fused), pairs), [0.0] * len(fused)
+    for size, number in shares:
+        moved[group[number]] += size
+    members: dict[int, list[Eqn]] = {}
+    for number, eqn in enumerate(fused):
+        members.setdefault(group[number], []).append(eqn)
+    return [FusedGroup(eqns, moved[number]) for number, eqns in members.items()]

@@ -8,6 +8,7 @@ Equal nodes share one domain, so that the repeated layers of a model are priced 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -22,7 +23,7 @@ from shardc.passes.place.problem import Node, Problem, Reader, Value, digits, fi
 from shardc.passes.place.rings import Rings, offer_rings
 from shardc.passes.place.value_tables import ValueTables
 from shardc.sbp.boxing import BoxingTable
-from shardc.sbp.cost import FEMTO, LIGHT, avoided_cost, heavy_seconds
+from shardc.sbp.cost import FEMTO, HIDING, LIGHT, avoided_cost, element_seconds, heavy_seconds, memory_seconds
 from shardc.sbp.piece import internal_steps, sent_cost
 from shardc.sbp.placement import P, Placement, ReduceOp, S, is_even
 from shardc.sbp.signature import Setting
@@ -33,6 +34,8 @@ GROWTH_PENALTY: Final = 1e3
 MOST_CHOICES: Final = 192
 """Choices of a hold, at most. If the pairs of placements would be more, as on three axes, the hold keeps its value in
 one placement (docs/design/all-axes-together.md)."""
+LONGEST_WINDOW: Final = 10.0
+"""Seconds of a boxing that overlap, at most: less than what is added to one that the mesh avoids."""
 CARRIED: Final = 1e-3
 """Share of the memory traffic of a value that a node only carries: it decides between placements that move the same
 bytes."""
@@ -51,6 +54,7 @@ class Domain:
       rows: for each port (choices,) the row of its table, that is its placement.
       also: for a hold with two placements, the row of the second one; equal to the first where there is one. None for
         other nodes.
+      moving: (choices,) the part of `seconds` in which the pieces of a ring keep the links busy; None: no ring.
     """
 
     options: NDArray[np.int64]
@@ -59,6 +63,7 @@ class Domain:
     tables: tuple[BoxingTable | None, ...]
     rows: tuple[NDArray[np.int64] | None, ...]
     also: NDArray[np.int64] | None = None
+    moving: NDArray[np.float64] | None = None
 
     def choices_at(self, ports: Mapping[int, Placement]) -> NDArray[np.bool_]:
         """A mask of the choices that have these placements at these ports; a literal matches any placement."""
@@ -104,13 +109,14 @@ class Domains(ValueTables):
         self._forms: dict[Hashable, tuple[_Form, Any]] = {}
         self._matrices: dict[Hashable, NDArray[np.float64]] = {}
         self._edges: dict[Hashable, Given] = {}
+        self._computing = _computing_groups(problem, mesh)
         self.of = [self._domain(n) for n in problem.nodes]
 
     def _domain(self, n: Node) -> Domain:
         tables = tuple([None if v is None else self.table(v) for v in (*n.operands, *n.results)])
         said = (n.pin, far_end(n.eqn), id(n.fixed) if n.fixed is not None else None)
         several = n.kind == "hold" and len(n.results[0].readers) > 2
-        kind = n.kind, n.weight, n.plain, n.uneven
+        kind = n.kind, n.weight, n.plain, n.uneven, n.group in self._computing
         key = (*kind, said, several, id(n.options), id(n.rule), n.traffic, *map(id, tables))
         if key not in self._known:
             made = self._make(n, tables)
@@ -214,14 +220,23 @@ class Domains(ValueTables):
                     flops = flops / (size / -(-size // splits[factor]))
             cost = heavy_seconds(flops, memory, self.mesh, work_dtype(n.equation), n.rule.passes, n.rule.kind)
         else:
-            cost = LIGHT * (memory / self.mesh.topology.memory_rate)
-            for port, share in () if self.mesh.topology.cached else n.traffic:
-                table, row = tables[port], rows[port]
-                if table is not None and row is not None:
-                    cost = cost + share * table.local_bytes[row] / self.mesh.topology.memory_rate
+            cost = LIGHT * (memory / self.mesh.topology.memory_rate) + self._light_seconds(n, tables, rows)
         if n.rule is not None and n.rule.crossing:
             cost = cost + self._inside(n, options, orders, tables, rows)
         return n.weight * cost
+
+    def _light_seconds(
+        self, n: Node, tables: Sequence[BoxingTable | None], rows: Sequence[NDArray[np.int64] | None],
+    ) -> NDArray[np.float64] | float:  # fmt: skip
+        """For each choice of a light operation its part of what takes longer in its group: vector arithmetic, or
+        reading and writing memory."""
+        held = [None if t is None or r is None else t.local_bytes[r] for t, r in zip(tables, rows, strict=True)]
+        if n.group not in self._computing:
+            moved = [share * size for port, share in n.traffic if (size := held[port]) is not None]
+            return sum(moved) / self.mesh.topology.memory_rate
+        each = element_seconds(n.rule.kind, self.mesh.topology) if n.rule is not None else 0.0
+        elements = [h / itemsize_of(a) for h, a in zip(held, n.avals, strict=True) if h is not None]
+        return each * np.asarray(np.max(elements, 0), np.float64) if each and elements else 0.0
 
     def _from_afar(
         self, n: Node, far: FarEnd, tables: Sequence[BoxingTable | None], rows: Sequence[NDArray[np.int64] | None],
@@ -274,15 +289,20 @@ class Domains(ValueTables):
             for i, (t, r) in enumerate(zip(d.tables, d.rows, strict=True))
         )
 
-    def edge(self, value: Value, reader: Reader) -> Given:
-        """The cost of the boxing between maker and reader, for each pair of their choices."""
+    def edge(self, value: Value, reader: Reader, window: float = 0.0) -> Given:
+        """The cost of the boxing between maker and reader, for each pair of their choices.
+
+        Args:
+          window: seconds of each execution that overlap with computing.
+        """
         maker, into = self.of[value.maker.number], self.of[reader.node.number]
         port = len(value.maker.operands) + value.port
         table, rows, columns = maker.tables[port], maker.rows[port], into.rows[reader.port]
         assert table is not None and rows is not None and columns is not None
-        key = (id(table), id(rows), id(columns), reader.weight, reader.small, value.stacked)
+        window = min(window, LONGEST_WINDOW, float(table.seconds.max()))
+        key = (id(table), id(rows), id(columns), reader.weight, reader.small, value.stacked, window)
         if key not in self._edges:
-            matrix = self._priced(table, reader, value)
+            matrix = self._priced(table, reader, value, window)
             found = Lookup(matrix, rows, columns)
             if into.also is not None:  # a tree to two placements
                 one, other = found.whole(), Lookup(matrix, rows, into.also).whole()
@@ -295,17 +315,37 @@ class Domains(ValueTables):
             self._edges[key] = found
         return self._edges[key]
 
-    def _priced(self, table: BoxingTable, reader: Reader, value: Value) -> NDArray[np.float64]:
+    def _priced(self, table: BoxingTable, reader: Reader, value: Value, window: float) -> NDArray[np.float64]:
         """(rows, rows) the cost of boxing a value for a reader, in seconds over all executions."""
-        key = (id(table), reader.weight, reader.small, value.stacked)
+        key = (id(table), reader.weight, reader.small, value.stacked, window)
         if key not in self._matrices:
-            cost = reader.weight * table.seconds
+            exposed = np.maximum(table.seconds - window, HIDING * table.seconds) if window else table.seconds
+            cost = reader.weight * exposed
             if reader.small or value.stacked:
                 before, after = table.local_bytes[:, None], table.local_bytes
                 wrong = (after > before) if reader.small else (after < before)
                 cost = np.where(wrong, cost * GROWTH_PENALTY + 1e-6, cost)
             self._matrices[key] = cost
         return self._matrices[key]
+
+
+def _computing_groups(problem: Problem, mesh: MeshView) -> set[int]:
+    """The groups of light operations that the vector units compute for longer than the memory moves their bytes. Only
+    the longer of both counts when placements are chosen, for the values as they are before they are split."""
+    excess: dict[int, float] = {}
+    sizes: dict[int, tuple[int, int]] = {}
+    for n in problem.nodes:
+        if n.group < 0 or n.rule is None:
+            continue
+        atoms = n.avals
+        for a in atoms:
+            if id(a) not in sizes and a is not None:
+                sizes[id(a)] = math.prod(a.shape), itemsize_of(a)
+        moved = sum(share * math.prod(sizes[id(atoms[p])]) for p, share in n.traffic if atoms[p] is not None)
+        each = element_seconds(n.rule.kind, mesh.topology)
+        computed = each * max((sizes[id(a)][0] for a in atoms if a is not None), default=0) if each else 0.0
+        excess[n.group] = excess.get(n.group, 0.0) + n.weight * (computed - memory_seconds(moved, mesh))
+    return {group for group, seconds in excess.items() if seconds > 0}
 
 
 def _with_rings(d: Domain, r: Rings) -> Domain:
@@ -316,6 +356,7 @@ def _with_rings(d: Domain, r: Rings) -> Domain:
     return Domain(
         np.concatenate([d.options, r.options]), np.concatenate([d.orders, r.orders]),
         np.concatenate([d.seconds, r.seconds]), d.tables, rows,
+        moving=np.concatenate([np.zeros(len(d.seconds)), r.moving]),
     )  # fmt: skip
 
 

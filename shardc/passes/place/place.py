@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 
 from shardc.machine.mesh import MeshView
 from shardc.passes.place.domain import Domain, Domains
-from shardc.passes.place.problem import Node, Problem
+from shardc.passes.place.problem import Node, Problem, Reader, Value
+from shardc.passes.place.windows import OverlapWindows, Windows, edge_key
 from shardc.sbp.placement import Placement
 from shardc.solver import (
     ROUNDING,
@@ -80,12 +81,15 @@ class Tables:
     unpriced: Tables | None = None
 
     @classmethod
-    def of(cls, problem: Problem, domains: Domains) -> Tables:
+    def of(cls, problem: Problem, domains: Domains, windows: Windows | None = None) -> Tables:
+        """The tables of a problem. `windows`: the computing that boxings overlap with; None: they overlap with none."""
+        windows = windows or {}
         unary, memo = [d.seconds for d in domains.of], Memo()
         pairwise: dict[tuple[int, int], Given] = {}
         for value in (v for n in problem.nodes for v in n.results):
             for reader in value.readers:
-                i, j, cost = value.maker.number, reader.node.number, domains.edge(value, reader)
+                window = windows.get(edge_key(value, reader), 0.0)
+                i, j, cost = value.maker.number, reader.node.number, domains.edge(value, reader, window)
                 if i == j:  # a loop that reads its own carry
                     alone = unary[i]
                     unary[i] = memo.do(
@@ -202,6 +206,38 @@ class Placer:
         self.problem, self.mesh = problem, mesh
         self.domains = Domains(problem, mesh, [a for a, n in mesh.axes if n > 1])
         self.tables = Tables.of(problem, self.domains)
+
+    def overlapping(self, found: Assignment) -> Tables:
+        """The tables in which each boxing costs only what does not overlap with computing, beside a solution that says
+        how long devices compute and what else is sent."""
+        domains, chosen = self.domains, found.values
+
+        def computing(n: Node) -> float:
+            d, choice = domains.of[n.number], chosen[n.number]
+            busy = 0.0 if d.moving is None else d.moving[choice]
+            return float(d.seconds[choice] - busy) / n.weight if n.weight else 0.0
+
+        def sending(value: Value, reader: Reader) -> float:
+            cost = domains.edge(value, reader)[chosen[value.maker.number], chosen[reader.node.number]]
+            return float(cost) / reader.weight if reader.weight else 0.0
+
+        return Tables.of(self.problem, domains, OverlapWindows.of(self.problem, computing, sending))
+
+    def least_seconds(self, bound: float, cost: float, seconds: float) -> float:
+        """A lower bound of the seconds of all plans but for their launch.
+
+        Nothing is faster than its computing, nor, where all overlaps, than half of the least sum of computing and
+        collectives. Where nothing overlaps, it is the least sum. Collectives that start together are taken to save no
+        more than in the plan at hand.
+
+        Args:
+          bound: of the search's cost.
+          cost, seconds: of the plan at hand.
+        """
+        heavy = any(n.kind == "operation" and not n.is_light for n in self.problem.nodes)
+        if heavy and self.mesh.topology.overlaps:
+            return max(sum(float(d.seconds.min()) for d in self.domains.of), bound / 2)
+        return bound - max(0.0, cost - seconds)
 
     def placed(self, found: Assignment) -> Placed:
         """The placements of choices; nodes that share a domain and a choice share them, too."""

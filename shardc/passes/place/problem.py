@@ -28,7 +28,7 @@ from shardc.ir.transfer import is_transfer
 from shardc.ir.user_shard_map import is_unit, unit_placements, unit_signatures, whole_signature
 from shardc.ir.walk import itemsize_of, operation_of
 from shardc.machine.mesh import MeshView
-from shardc.passes.estimate.traffic import PARTLY_READ, UPDATED_OPERAND
+from shardc.passes.estimate.traffic import PARTLY_READ, UPDATED_OPERAND, joined
 from shardc.sbp import rules as _rules
 from shardc.sbp.placement import SBP, B, P, Pin, Placement, ReduceOp, S
 from shardc.sbp.signature import Operation, Rule, Signature, find_rule, gathered, signatures
@@ -93,6 +93,7 @@ class Node:
       eqn: the equation.
       traffic: for a light operation, the ports whose values it reads from memory or writes to memory, and the share of
         each.
+      group: for a light operation, a number that those which are fused with it have too.
     """
 
     kind: str
@@ -109,6 +110,7 @@ class Node:
     path: str = ""
     number: int = -1
     traffic: tuple[tuple[int, float], ...] = ()
+    group: int = -1
 
     @property
     def equation(self) -> Eqn:
@@ -500,6 +502,7 @@ def build_problem(
     _keep_sums_apart(b)
     for value in [v for n in b.nodes for v in n.results]:
         _add_traffic(value)
+    _join_fused(b)
     late = _find_late(b)
     return Problem(scope, b.nodes, sources, sinks, _add_holds(b), b.values, late)
 
@@ -560,6 +563,14 @@ def _add_traffic(value: Value) -> None:
     elif len(light) < len(readers):
         port = UPDATED_OPERAND.get(_name(maker), len(maker.operands) + value.port)
         maker.traffic += ((port, 1.0),)
+
+
+def _join_fused(b: Builder) -> None:
+    """Set `group` of each light operation, as `fused_groups` joins them."""
+    values = (v for n in b.nodes if n.is_light for v in n.results)
+    pairs = ((v.maker.number, r.node.number) for v in values for r in _readers(v) if r.node.is_light)
+    for n, group in zip(b.nodes, joined(len(b.nodes), pairs), strict=True):
+        n.group = group if n.is_light else -1
 
 
 def _readers(value: Value) -> Iterator[Reader]:

@@ -172,12 +172,12 @@ def figures_of(plan: PlanView) -> list[Figure]:
         collectives += " on all stages together"
         proved = "of a pipeline nothing is proved"
     else:
-        proved = f"of the search's sum of products, moves and memory; {compared_text(plan)}"
+        proved = f"of the seconds of a call; {compared_text(plan)}"
     found = [
         Figure("Time of a call", least + seconds_text(plan.seconds), f"{computing} computing{launching}{without}"),
         Figure("Sent by a device", sent, collectives + without),
         Figure("Peak memory", bytes_text(memory.peak), f"{percent_text(share)} of {bytes_text(hbm)}", share),
-        Figure("Search cost", proof_text(plan), proved),
+        Figure("Bound", proof_text(plan), proved),
     ]
     if isinstance(plan, SpmdPlan) and plan.offloaded is not None:
         moving = f"for each device; {seconds_text(time.host)} of moves a call"

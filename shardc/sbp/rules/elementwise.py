@@ -20,6 +20,15 @@ FLIPPED: Final[tuple[Partials, ...]] = ((("max",), "min"), (("min",), "max"))
 """Decreasing maps swap max and min."""
 
 
+SPECIAL: Final = frozenset((
+    "acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "bessel_i0e", "bessel_i1e", "cbrt", "cos", "cosh",
+    "digamma", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "igamma", "igamma_grad_a", "igammac", "lgamma", "log",
+    "log1p", "log2", "logistic", "polygamma", "pow", "regularized_incomplete_beta", "rsqrt", "sin", "sinh", "sqrt",
+    "tan", "tanh", "threefry2x32", "zeta",
+))  # fmt: skip
+"""Functions of which each element takes as long as several additions (`Topology.special`)."""
+
+
 def pointwise(op: Operation, partials: tuple[Partials, ...] = ()) -> Rule:
     """The rule of an elementwise operation: every dimension is a factor; scalars and sizes of 1 are read whole."""
     shape = op.results[0].shape
@@ -31,7 +40,7 @@ def pointwise(op: Operation, partials: tuple[Partials, ...] = ()) -> Rule:
         ),
         tuple(names for _ in op.results),
         partials=partials,
-        kind="elementwise",
+        kind="special" if op.name in SPECIAL else "elementwise",
     )
 
 

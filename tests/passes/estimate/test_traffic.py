@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from shardc.passes.estimate.traffic import fused_bytes
+from shardc.passes.estimate.traffic import fused_groups
 
 N = 1024
 ONE = 4 * N * N
@@ -16,13 +16,13 @@ ONE = 4 * N * N
 X = jax.ShapeDtypeStruct((N, N), jnp.float32)
 
 
-def traffic(f: Any, *args: Any) -> int:
-    """Bytes, on one device; products are heavy."""
+def traffic(f: Any, *args: Any) -> list[float]:
+    """Bytes of each group on one device; products are heavy."""
     jaxpr = jax.make_jaxpr(f)(*args).jaxpr
     light = {e for e in jaxpr.eqns if e.primitive.name != "dot_general"}
     same = {e for e in jaxpr.eqns if e.primitive.name == "copy"}
     held = {v: 4 * v.aval.size for v in (*jaxpr.invars, *(v for e in jaxpr.eqns for v in e.outvars))}
-    return fused_bytes(jaxpr, light, same, held)
+    return [group.bytes for group in fused_groups(jaxpr, light, same, held)]
 
 
 @pytest.mark.parametrize(
@@ -41,4 +41,10 @@ def traffic(f: Any, *args: Any) -> int:
     ],
 )
 def test_what_fused_operations_read_and_write(f: Any, arguments: int, expected: int) -> None:
-    assert traffic(f, *(X,) * arguments) == expected
+    assert sum(traffic(f, *(X,) * arguments)) == expected
+
+
+def test_operations_that_read_no_results_of_each_other_are_groups() -> None:
+    """They share what both read."""
+    found = traffic(lambda x, y: (jnp.sin(x + y), jnp.cos(x) * 2, y @ y), X, X)
+    assert found == [2.5 * ONE, 1.5 * ONE]
