@@ -41,6 +41,7 @@ from types import MappingProxyType
 from typing import Any, Final, Literal, NamedTuple, TypeAlias, cast
 
 from shardc.errors import MeshError, did_you_mean
+from shardc.machine.overlaps import FULL, KINDS, NONE, SHARES, Overlaps
 
 FabricKind: TypeAlias = Literal["torus", "switch"]
 BackendKind: TypeAlias = Literal["cpu", "gpu", "tpu"]
@@ -121,7 +122,8 @@ class Topology:
       shape: devices along each physical dimension; empty if not given.
       pod: the largest shape that exists; empty: no limit.
       layout: the spans of the axes of a mesh; for axes without a name here, `default_spans`.
-      overlaps: whether a collective can run while the device computes. On XLA:CPU each waits for the one before it.
+      overlaps: by kind of collective, the share that the compiler hides of what can run while the device computes
+        (`shardc/machine/overlaps.py`). On XLA:CPU each waits for the one before it.
       together: by kind of collective, the largest mesh whose devices all take part in one; other kinds have no limit.
         Above it XLA:TPU turns a collective of all chips of a slice into an all-reduce of twice the bytes: all-gathers
         from 64 chips on, reduce-scatters from 8 or, on v5e and v6e, 16 (libtpu 0.0.42 and 0.0.52, ahead of time).
@@ -153,7 +155,7 @@ class Topology:
     shape: tuple[int, ...] = ()
     pod: tuple[int, ...] = ()
     layout: Layout = ()
-    overlaps: bool = True
+    overlaps: Overlaps = FULL
     together: tuple[tuple[str, float], ...] = ()
     cached: bool = False
     combined: tuple[tuple[str, float], ...] = ()
@@ -177,6 +179,10 @@ class Topology:
     def flops_in(self, dtype: str, kind: str = "") -> float:
         """Operations per second that a kind of operation reaches on operands of a type."""
         return self.reached * self.peak_in(dtype) * dict(self.shares).get(kind, 1.0)
+
+    def overlap(self, kind: str) -> float:
+        """The share of collectives of a kind that is hidden where it can be."""
+        return dict(self.overlaps).get(kind, 0.0)
 
     @property
     def memory_rate(self) -> float:
@@ -203,7 +209,7 @@ class Topology:
 
 
 _NOT_IN_FILES: Final = ("layout", "pod")
-_TABLES: Final = ("rates", "together", "combined", "shares", "starts")
+_TABLES: Final = ("rates", "together", "combined", "shares", "starts", "overlaps")
 """Fields that are objects in files, from names to numbers."""
 
 
@@ -293,13 +299,13 @@ _HOST: Final = (6.4e10, 256)
 
 TOPOLOGIES: Final[Mapping[str, Topology]] = MappingProxyType(
     {
-        t.kind: replace(t, host_bandwidth=link, host_memory=memory * GB)
+        t.kind: replace(t, host_bandwidth=link, host_memory=memory * GB, overlaps=SHARES[t.kind])
         for t in (
             # [M] Fake devices of one host share its cores and memory: 8 devices on 2 cores. Measured by themselves: 54
             # Gop/s in products of width 512, 38 in those of width 128, 3 to 9 in batches with a side of 16; 14.5
             # GB/s; 0.9 ns (an addition) to 1.9 (an exponential) for an element; the dispatches. Fitted within these,
             # and the start of a convolution, to the steps of benchmarks/clock.md.
-            Topology("cpu", 4e10, 1.5e10, 4 * GB, 1e-4, (Fabric("switch", 6e8, 2e-7),), overlaps=False, cached=True,
+            Topology("cpu", 4e10, 1.5e10, 4 * GB, 1e-4, (Fabric("switch", 6e8, 2e-7),), cached=True,
                      combined=(("all_reduce", ANY),), backend="cpu",
                      shares=(("thin", 0.15),), starts=(("convolution", 6e-4),), element=6e-10, dispatch=1e-4,
                      dispatch_array=5e-7),
@@ -552,10 +558,9 @@ def topology_from_json(text: str, where: str = "The topology") -> Topology:
         _positive({k: data.get(k, 0)}, k, where, least=0.0)
         for k in ("host_bandwidth", "host_memory", "element", "dispatch", "dispatch_array")
     )
-    overlaps, cached = data.get("overlaps", True), data.get("cached", False)
-    for name, flag in {"overlaps": overlaps, "cached": cached}.items():
-        if not isinstance(flag, bool):
-            raise MeshError(f'{where}: "{name}" must be true or false, not {flag!r}.')
+    cached = data.get("cached", False)
+    if not isinstance(cached, bool):
+        raise MeshError(f'{where}: "cached" must be true or false, not {cached!r}.')
     named = TOPOLOGIES.get(kind.removesuffix("-measured"))  # older files do not say it
     backend = data.get("backend", "gpu" if named is None else named.backend)
     if backend not in ("cpu", "gpu", "tpu"):
@@ -563,7 +568,7 @@ def topology_from_json(text: str, where: str = "The topology") -> Topology:
     reached = _positive({"reached": data.get("reached", 1.0)}, "reached", where)
     return Topology(
         kind, numbers[0], numbers[1], int(numbers[2]), launch, read, _rates(data, where), tuple(cast(list[int], shape)),
-        overlaps=overlaps, together=_rates(data, where, "together"), cached=cached,
+        overlaps=_overlaps(data, where), together=_rates(data, where, "together"), cached=cached,
         combined=_rates(data, where, "combined"), backend=backend, reached=reached,
         host_bandwidth=host, host_memory=int(memory), shares=_rates(data, where, "shares"),
         starts=_rates(data, where, "starts"), element=element, dispatch=dispatch, dispatch_array=array,
@@ -600,6 +605,21 @@ def _positive(data: Mapping[str, Any], name: str, where: str, least: float = 1e-
     if isinstance(number, bool) or not isinstance(number, int | float) or not least <= number < math.inf:
         raise MeshError(f"{where}: {name!r} must be a positive number, not {number!r}.")
     return number
+
+
+def _overlaps(data: Mapping[str, Any], where: str) -> Overlaps:
+    """Shares by kind of collective; true and false stand for all and none."""
+    told = data.get("overlaps", True)
+    if isinstance(told, bool):
+        return FULL if told else NONE
+    found = _rates({"overlaps": told}, where, "overlaps")
+    for kind, share in found:
+        if kind not in KINDS or share > 1:
+            raise MeshError(
+                f'{where}: "overlaps" has the share {share:g} of {kind!r}; it takes shares from 0 to 1 of '
+                f"{', '.join(KINDS)}, or true or false for all of them."
+            )
+    return found
 
 
 def _rates(data: Mapping[str, Any], where: str, key: str = "rates") -> tuple[tuple[str, float], ...]:
