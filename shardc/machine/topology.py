@@ -608,15 +608,18 @@ def _positive(data: Mapping[str, Any], name: str, where: str, least: float = 1e-
 
 
 def _overlaps(data: Mapping[str, Any], where: str) -> Overlaps:
-    """Shares by kind of collective; true and false stand for all and none."""
-    told = data.get("overlaps", True)
+    """Shares by kind of collective; true and false stand for all and none. Where a file does not tell, those of the
+    machine of its name, else of h100."""
+    told = data.get("overlaps")
+    if told is None:
+        return SHARES.get(str(data["kind"]).removesuffix("-measured"), SHARES["h100"])
     if isinstance(told, bool):
         return FULL if told else NONE
     found = _rates({"overlaps": told}, where, "overlaps")
     for kind, share in found:
         if kind not in KINDS or share > 1:
             raise MeshError(
-                f'{where}: "overlaps" has the share {share:g} of {kind!r}; it takes shares from 0 to 1 of '
+                f'{where}: "overlaps" has the share {share:g} of {kind!r}; it takes shares up to 1 of '
                 f"{', '.join(KINDS)}, or true or false for all of them."
             )
     return found

@@ -39,6 +39,8 @@ class Lowering:
         self.raised: list[BaseException] = []
         self.sizes = {a: n for a, n in mesh.axes if n > 1}
         self.wire = MeshWire(self.sizes)
+        # XLA:GPU fuses zeros with what overwrites them, and gives an empty array memory from the begin of the program on
+        self.blank = jax.numpy.zeros if mesh.topology.backend == "gpu" else lax.empty
 
     def run(self, jaxpr: Jaxpr, args: Sequence[Any]) -> list[Any]:
         """The local results of a jaxpr from its local arguments. The user's rules of promotion are for their code."""
@@ -79,6 +81,7 @@ class Lowering:
             lax.axis_index,
             compat.bind_with(eqn.primitive, eqn.params),
             self.wire,
+            self.blank,
         )
         return run_piece(site, rule, operands)
 
