@@ -27,7 +27,7 @@ _HOPPER: Final[Overlaps] = (
     ("ring", 0.9),
 )  # fmt: skip
 """[S] 17 programs for h100:8; all-reduces as reduce-scatters, permutes as all-to-alls [G]."""
-_AMPERE: Final[Overlaps] = (("all_gather", 0.7), ("all_to_all", 0.5), ("permute", 0.5), ("ring", 0.65))
+_AMPERE: Final[Overlaps] = (("all_gather", 0.7), ("all_to_all", 0.5), ("permute", 0.5), ("ring", 0.6))
 """[S] Two programs for a100:8; gathers as on h100, since those of two programs differ too much."""
 _V5E: Final[Overlaps] = (("all_gather", 1.0), ("ring", 0.78))
 """[S] Six programs for v5e:4x2."""

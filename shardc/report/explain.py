@@ -349,7 +349,18 @@ def _overlaps(plan: PlanView) -> Section | None:
     ]  # fmt: skip
     if len(largest) > _OVERLAPS:
         lines.append(f"The largest {_OVERLAPS} of {len(largest)} rows:")
-    columns = (*["stage"] * staged, "collective", "over", "value", "made by", "beside", ">of them", ">bytes", ">take", ">hidden")
+    columns = (
+        *["stage"] * staged,
+        "collective",
+        "over",
+        "value",
+        "made by",
+        "beside",
+        ">of them",
+        ">bytes",
+        ">take",
+        ">hidden",
+    )
     return Section("\n".join(lines), columns, rows)
 
 

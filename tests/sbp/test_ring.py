@@ -12,9 +12,9 @@ import pytest
 
 import shardc
 from shardc.machine.mesh import MeshView
+from shardc.machine.overlaps import FULL, NONE, Overlaps
 from shardc.machine.topology import Fabric, Topology, lay_out
 from shardc.sbp import rules
-from shardc.machine.overlaps import FULL, NONE, Overlaps
 from shardc.sbp.cost import HIDING, RingWork, ring_time
 from shardc.sbp.piece import internal_steps
 from shardc.sbp.placement import B, Placement, S

@@ -209,4 +209,3 @@ class _Clock:
                 return max(inside, default=0.0)
             case _:
                 return self._seconds(computation, i)
-

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Final
 
@@ -28,7 +28,9 @@ class InstructionSeconds:
         """The seconds of one execution: of a loop without its body, and of what only starts or waits none."""
         if i.opcode in NO_WORK or i.opcode.endswith(("-start", "-done", "-update")):
             return 0.0
-        products = self._product(computation, i) + sum(map(self._of_products, i.callees if i.opcode == "fusion" else ()))
+        products = self._product(computation, i) + sum(
+            map(self._of_products, i.callees if i.opcode == "fusion" else ())
+        )
         return max(products, self._moved(computation, i) / self._machine.memory_rate)
 
     def _products(self, computation: str) -> float:
@@ -67,29 +69,31 @@ class InstructionSeconds:
         for i in inside.values():
             for name in i.operands:
                 readers.setdefault(name, []).append(i)
+        read = sum(_read(i.name, inside, readers) for i in inside.values() if i.opcode == "parameter")
+        return read + _written(self._module.roots[computation], inside)
 
-        def read(name: str) -> float:
-            whole, parts = _bytes(inside[name].shape), 0.0
-            for i in readers.get(name, ()):
-                if i.opcode in ("slice", "dynamic-slice", "gather") and i.operands[0] == name:
-                    parts += _bytes(i.shape)
-                elif i.opcode == "bitcast":
-                    parts += read(i.name)
-                elif i.opcode not in _PASSED and (i.opcode != "dynamic-update-slice" or i.operands[0] != name):
-                    return whole
-            return min(parts, whole)
 
-        def written(name: str) -> float:
-            i = inside[name]
-            if i.opcode in ("tuple", "bitcast"):
-                return sum(map(written, i.operands))
-            if i.opcode in _PASSED:
-                return 0.0
-            return _bytes(inside[i.operands[1]].shape) if i.opcode == "dynamic-update-slice" else _bytes(i.shape)
+def _read(name: str, inside: Mapping[str, Instruction], readers: Mapping[str, Sequence[Instruction]]) -> float:
+    """Bytes of a value that instructions of a fusion read."""
+    whole, parts = _bytes(inside[name].shape), 0.0
+    for i in readers.get(name, ()):
+        if i.opcode in ("slice", "dynamic-slice", "gather") and i.operands[0] == name:
+            parts += _bytes(i.shape)
+        elif i.opcode == "bitcast":
+            parts += _read(i.name, inside, readers)
+        elif i.opcode not in _PASSED and (i.opcode != "dynamic-update-slice" or i.operands[0] != name):
+            return whole
+    return min(parts, whole)
 
-        return sum(read(i.name) for i in inside.values() if i.opcode == "parameter") + written(
-            self._module.roots[computation]
-        )
+
+def _written(name: str, inside: Mapping[str, Instruction]) -> float:
+    """Bytes of a result of a fusion that it writes."""
+    i = inside[name]
+    if i.opcode in ("tuple", "bitcast"):
+        return sum(_written(operand, inside) for operand in i.operands)
+    if i.opcode in _PASSED:
+        return 0.0
+    return _bytes(inside[i.operands[1]].shape if i.opcode == "dynamic-update-slice" else i.shape)
 
 
 def _convolved(i: Instruction, operand: Sequence[int], kernel: Sequence[int], result: Sequence[int]) -> int:
@@ -99,7 +103,8 @@ def _convolved(i: Instruction, operand: Sequence[int], kernel: Sequence[int], re
     if labels is None:
         return 0
     given, weights, made = (
-        dict(zip(names, sizes, strict=True)) for names, sizes in zip(labels.groups(), (operand, kernel, result), strict=True)
+        dict(zip(names, sizes, strict=True))
+        for names, sizes in zip(labels.groups(), (operand, kernel, result), strict=True)
     )
     window = re.search(r"window=\{([^}]*)\}", i.attributes)
     spread = dict(re.findall(r"(\w+)=([\dx_\-]+)", window[1])) if window else {}

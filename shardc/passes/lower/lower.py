@@ -39,7 +39,7 @@ class Lowering:
         self.raised: list[BaseException] = []
         self.sizes = {a: n for a, n in mesh.axes if n > 1}
         self.wire = MeshWire(self.sizes)
-        # XLA:GPU fuses zeros with what overwrites them, and gives an empty array memory from the begin of the program on
+        # XLA:GPU fuses zeros with what overwrites them; an empty array takes memory from the start of the program on
         self.blank = jax.numpy.zeros if mesh.topology.backend == "gpu" else lax.empty
 
     def run(self, jaxpr: Jaxpr, args: Sequence[Any]) -> list[Any]:
