@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import jax
@@ -22,19 +23,16 @@ def test_every_machine_has_shares_of_known_kinds() -> None:
 def planned(machine: str, overlaps: Any, tmp_path: Any) -> Any:
     """Products with split rows, on a machine with these shares, read from its file."""
     path = tmp_path / "machine.json"
-    path.write_text(TOPOLOGIES[machine].to_json())
-    import json
-
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"overlaps": overlaps}))
+    path.write_text(json.dumps(json.loads(TOPOLOGIES[machine].to_json()) | {"overlaps": overlaps}))
 
     def f(w: Any, x: Any) -> Any:
         return jax.nn.relu(x @ w["up"]) @ w["down"]
 
-    wide = {"up": jax.ShapeDtypeStruct((4096, 16384), jnp.bfloat16), "down": jax.ShapeDtypeStruct((16384, 4096), jnp.bfloat16)}
+    up, down = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((4096, 16384), (16384, 4096)))
     mesh = shardc.make_mesh(topology=str(path), model=8)
     pins = {"w": {"up": {"model": S(1)}, "down": {"model": S(0)}}, "x": {"model": S(0)}}
     function = shardc.function(f, mesh=mesh, in_placements=pins, out_placements={"model": S(0)})
-    return function.plan(wide, jax.ShapeDtypeStruct((16384, 4096), jnp.bfloat16))
+    return function.plan({"up": up, "down": down}, jax.ShapeDtypeStruct((16384, 4096), jnp.bfloat16))
 
 
 def test_rings_are_planned_at_the_share_that_is_hidden(tmp_path: Any) -> None:

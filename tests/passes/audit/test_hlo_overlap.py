@@ -29,9 +29,7 @@ START = (
 DONE = "  %d = f32[8000000]{0} all-gather-done(%s)"
 LONG = "  %long = f32[100000000]{0} add(%y, %y)"
 SHORT = "  %short = f32[1000000]{0} add(%x, %x)"
-PERMUTE = (
-    "  %p = f32[1000000]{0} collective-permute(%x), source_target_pairs={{0,1},{1,2},{2,3},{3,4},{4,5},{5,6},{6,7},{7,0}}"
-)
+PERMUTE = "  %p = f32[1000000]{0} collective-permute(%x), source_target_pairs={{0,1},{1,2},{2,3},{3,0}}"
 
 
 def found(*lines: str, planned: Overlap = GATHER) -> FoundOverlap:
