@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -159,17 +159,17 @@ CASES = {
 }  # fmt: skip
 
 
-def measured(case: Case, topology: str) -> tuple[Any, Any, Counter[str], Counter[str]]:
+def measured(case: Case, topology: str) -> tuple[Any, Any, Mapping[str, float], Mapping[str, float]]:
     """The compiled step, its audit, and by kind of collective seconds that could be hidden and that the schedule
     hides."""
-    mesh = shardc.make_mesh(topology=topology, **case.axes)
+    mesh: Any = shardc.make_mesh(case.axes, topology=topology)
     given = tuple(range(len(case.args) - 1))
     function = shardc.function(case.step, mesh=mesh, in_placements=case.pins, donate_argnums=given)
     with contextlib.nullcontext() if case.rings else without():
         compiled = function.compile(*case.args)
     plan = compiled.plan
     full = replace(plan.mesh, topology=replace(plan.mesh.topology, overlaps=FULL))
-    could, hidden = Counter[str](), Counter[str]()
+    could, hidden = defaultdict[str, float](float), defaultdict[str, float](float)
     for found in find_overlaps(overlaps_of(plan.boxed, full), [compiled.hlo()], full):
         could[found.planned.kind] += found.planned.hidden
         hidden[found.planned.kind] += found.hidden
@@ -182,10 +182,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("topology")
     parser.add_argument("cases", nargs="*", choices=[*CASES, []], default=list(CASES))
     options = parser.parse_args(argv)
-    could, hidden = Counter[str](), Counter[str]()
+    could, hidden = defaultdict[str, float](float), defaultdict[str, float](float)
     for name in options.cases:
         compiled, audit, one, other = measured(CASES[name], options.topology)
-        could, hidden = could + one, hidden + other
+        for kind, seconds in one.items():
+            could[kind] += seconds
+            hidden[kind] += other[kind]
         planned, found = sum(f.planned.hidden for f in audit.overlaps), sum(f.hidden for f in audit.overlaps)
         peaks = compiled.plan.memory.peak / 2**20, compiled.memory_stats().peak_memory_in_bytes / 2**20
         print(
@@ -196,7 +198,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def rows(could: Counter[str], hidden: Counter[str]) -> Iterator[str]:
+def rows(could: Mapping[str, float], hidden: Mapping[str, float]) -> Iterator[str]:
     for kind, seconds in could.items():
         yield f"{kind} {1e3 * hidden[kind]:.2f} of {1e3 * seconds:.2f}"
 

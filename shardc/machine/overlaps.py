@@ -28,11 +28,11 @@ _HOPPER: Final[Overlaps] = (
 )  # fmt: skip
 """[S] 17 programs for h100:8; all-reduces as reduce-scatters, permutes as all-to-alls [G]."""
 _AMPERE: Final[Overlaps] = (("all_gather", 0.7), ("all_to_all", 0.5), ("permute", 0.5), ("ring", 0.6))
-"""[S] Two programs for a100:8; gathers as on h100, since those of two programs differ too much."""
+"""[S] Three programs for a100:8; gathers as on h100 (all in one of them, next to nothing in another)."""
 _V5E: Final[Overlaps] = (("all_gather", 1.0), ("ring", 0.78))
 """[S] Six programs for v5e:4x2."""
 _TPU: Final[Overlaps] = (("ring", 0.95),)
-"""[R] Gathers and reductions of a `shard_map`: docs/design/prefetch.md."""
+"""[R]; [S] of gathers and reductions of two programs for v5p:2x2x2 nothing is hidden."""
 
 SHARES: Final[Mapping[str, Overlaps]] = MappingProxyType(
     {
@@ -41,7 +41,7 @@ SHARES: Final[Mapping[str, Overlaps]] = MappingProxyType(
         "gb300": _HOPPER,
     }
 )  # fmt: skip
-"""By the name of the machine. v4, v6e, tpu7x, gb200 and gb300: [G]."""
+"""By the name of the machine. b200: the same was found in two programs. v4, v6e, tpu7x, h200, gb200 and gb300: [G]."""
 
 RING_OPTIONS: Final[Mapping[str, str]] = MappingProxyType(
     {"xla_disable_hlo_passes": "dot-merger", "xla_gpu_experimental_parallel_collective_overlap_limit": "4"}

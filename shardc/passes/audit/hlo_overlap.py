@@ -6,10 +6,10 @@ done waits for it; collectives share the links, one after the other. One that is
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, TypeAlias, TypeVar, cast
+from typing import Final, TypeAlias, TypeVar
 
 from shardc.machine.mesh import MeshView
 from shardc.passes.audit.hlo import HloCollective, collectives_of
@@ -18,7 +18,7 @@ from shardc.passes.audit.hlo_schedule import Pairs
 from shardc.passes.audit.hlo_seconds import InstructionSeconds
 from shardc.passes.audit.hlo_text import Instruction, Module, parse_module, trip_count
 from shardc.passes.estimate.overlap import Overlap
-from shardc.sbp.cost import COLLECTIVES, CollectiveKind, send_price
+from shardc.sbp.cost import COLLECTIVES, send_price
 
 _Key = TypeVar("_Key")
 _Class: TypeAlias = tuple[str, frozenset[str]]
@@ -72,7 +72,7 @@ def find_overlaps(planned: Sequence[Overlap], texts: Iterable[str], mesh: MeshVi
     if not planned:
         return ()
     price = _Prices(planned, mesh)
-    at_line, anywhere = Counter[tuple[_Class, str]](), Counter[_Class]()
+    at_line, anywhere = defaultdict[tuple[_Class, str], float](float), defaultdict[_Class, float](float)
     waiting: defaultdict[_Class, list[tuple[str, float, str]]] = defaultdict(list)
     for text in texts:
         for timed in schedule_of(parse_module(text), mesh, price):
@@ -88,7 +88,7 @@ def find_overlaps(planned: Sequence[Overlap], texts: Iterable[str], mesh: MeshVi
     return tuple(FoundOverlap(o, s, _named(waiting[_planned_class(o)], o)) for o, s in zip(planned, found, strict=True))
 
 
-def _take(left: Counter[_Key], key: _Key, most: float) -> float:
+def _take(left: defaultdict[_Key, float], key: _Key, most: float) -> float:
     taken = max(0.0, min(left[key], most))
     left[key] -= taken
     return taken
@@ -132,7 +132,7 @@ class _Prices:
         n = max(map(len, op.groups), default=1)
         share = {"all_reduce": n / (2 * (n - 1)), "permute": 1}.get(op.kind, 1 / (n - 1))
         axes = crossed_axes(op.groups, self._mesh.sizes)
-        return send_price(cast(CollectiveKind, op.kind), round(op.bytes * share), self._mesh, axes).seconds
+        return send_price(op.kind, round(op.bytes * share), self._mesh, axes).seconds
 
 
 # --- the schedule ----------------------------------------------------------------------------------------------------

@@ -72,6 +72,16 @@ def test_a_saved_program_of_a_gpu_hides_what_its_loop_does() -> None:
     assert one.exposed == pytest.approx(0) and other.hidden == 0
 
 
+def test_a_ring_of_a_gpu_is_hidden_but_for_what_begins_it() -> None:
+    """Two products for h100:4, compiled with the options that programs with rings have."""
+    text = (Path(__file__).parent / "hlo" / "gpu_ring.txt").read_text()
+    ring = Overlap("ring", ("model",), "bf16[4096,16384]", "mlp.py:4 (f)", "", 100663296, 3.87e-4, 3.63e-4, 0.9)
+    rings = find_overlaps([ring, ring], [text], view(shardc.make_mesh(topology="h100:4", model=4)))
+    assert sum(r.hidden for r in rings) == pytest.approx(0.83 * 2 * ring.hidden, rel=0.05)
+    assert sum(r.exposed for r in rings) == pytest.approx(2 * ring.hidden - sum(r.hidden for r in rings))
+    assert rings[1].names[0][0].startswith("ppermute")  # nothing is computed before the first piece is there
+
+
 def test_an_audit_says_what_is_exposed_and_which_options_are_in_force() -> None:
     one = found(START, DONE, LONG)
     text = str(Audit((), (), (), (), (), overlaps=(one,), options={"xla_a": "4"}, refused={"xla_b": "1"}))
