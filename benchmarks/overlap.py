@@ -116,7 +116,7 @@ def step_with_momentum(params: Any, momentum: Any, batch: Any) -> Any:
 class Case:
     """A step: the axes of its mesh, its arguments and where they lie, and whether products may go around as rings."""
 
-    axes: dict[str, int]
+    axes: Any
     step: Callable[..., Any]
     args: Sequence[Any]
     pins: Sequence[Any]
@@ -162,7 +162,7 @@ CASES = {
 def measured(case: Case, topology: str) -> tuple[Any, Any, Mapping[str, float], Mapping[str, float]]:
     """The compiled step, its audit, and by kind of collective seconds that could be hidden and that the schedule
     hides."""
-    mesh: Any = shardc.make_mesh(case.axes, topology=topology)
+    mesh = shardc.make_mesh(topology=topology, **case.axes)
     given = tuple(range(len(case.args) - 1))
     function = shardc.function(case.step, mesh=mesh, in_placements=case.pins, donate_argnums=given)
     with contextlib.nullcontext() if case.rings else without():
