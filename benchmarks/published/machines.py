@@ -6,6 +6,7 @@ import re
 from dataclasses import replace
 
 from benchmarks.published.runs import Run
+from shardc.machine.overlaps import FULL, NONE
 from shardc.machine.topology import TOPOLOGIES, Topology
 
 GB = 10**9
@@ -72,7 +73,7 @@ def topology(run: Run) -> Topology:
         slices = int(run.hardware.split(" x ")[0]) if " x " in run.hardware else 1
         sides = grid(run.devices // slices, len(found.pod))
         found = replace(found, shape=(*sides, slices) if slices > 1 else sides)
-    return replace(found, overlaps=overlaps(run))
+    return replace(found, overlaps=FULL if overlaps(run) else NONE)
 
 
 def grid(chips: int, dimensions: int) -> tuple[int, ...]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -32,6 +34,7 @@ from shardc.machine.devices import is_remote, processes_of
 from shardc.machine.launch_order import in_launch_order, ordered_devices
 from shardc.machine.mesh import AnyMesh, without_mesh
 from shardc.passes.audit.audit import Audit, audit
+from shardc.passes.audit.hlo_overlap import find_overlaps
 from shardc.passes.audit.hlo_schedule import Scheduled, read_schedule
 from shardc.passes.lower.lower import Lowering
 from shardc.passes.trace.trace import settings
@@ -462,11 +465,28 @@ class Executable:
     @cached_property
     def compiled(self) -> Any:
         """JAX's compiled object."""
-        with without_mesh(), line_if_long(f"compiling {self.plan.program.name}"):
-            if not self.absent:
-                return self.lowered.compile()
-            with compat.compiles_again():
-                return self.lowered.compile()
+        return self._compiled[0]
+
+    @property
+    def xla_options(self) -> Mapping[str, str]:
+        """The options of XLA with which the program is compiled: those of the plan, or none if XLA refuses them."""
+        return self._compiled[1]
+
+    @property
+    def _wanted_options(self) -> Mapping[str, str]:
+        return {} if self.mesh.devices.flat[0].platform == "cpu" else self.plan.xla_options
+
+    @cached_property
+    def _compiled(self) -> tuple[Any, Mapping[str, str]]:
+        again = compat.compiles_again() if self.absent else contextlib.nullcontext()
+        with without_mesh(), line_if_long(f"compiling {self.plan.program.name}"), again:
+            if options := self._wanted_options:
+                try:
+                    return self.lowered.compile(compiler_options=dict(options)), options
+                except jax.errors.JaxRuntimeError as error:
+                    if "compile option" not in str(error):
+                        raise
+            return self.lowered.compile(), {}
 
     def hlo(self) -> str:
         """The optimized HLO of the program that runs."""
@@ -478,8 +498,11 @@ class Executable:
 
     def audit(self) -> Audit:
         """Compare the collectives in the compiled HLO with the plan's."""
-        platform = self.mesh.devices.flat[0].platform
-        return audit(self.plan.collectives, self.hlo(), self._sizes, platform=platform)
+        plan, text, platform = self.plan, self.hlo(), self.mesh.devices.flat[0].platform
+        overlaps = () if platform == "cpu" else find_overlaps(plan.overlaps, [text], plan.mesh)
+        refused = self._wanted_options if not self.xla_options else {}
+        found = audit(plan.collectives, text, self._sizes, platform=platform)
+        return replace(found, overlaps=overlaps, options=self.xla_options, refused=refused)
 
     def schedule(self) -> list[Scheduled]:
         """The collectives of the compiled program, and what it runs beside them."""

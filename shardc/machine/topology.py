@@ -47,6 +47,7 @@ from types import MappingProxyType
 from typing import Any, Final, Literal, NamedTuple, TypeAlias, cast
 
 from shardc.errors import MeshError, did_you_mean
+from shardc.machine.overlaps import FULL, KINDS, NONE, SHARES, Overlaps
 
 FabricKind: TypeAlias = Literal["torus", "switch"]
 BackendKind: TypeAlias = Literal["cpu", "gpu", "tpu"]
@@ -127,7 +128,8 @@ class Topology:
       shape: devices along each physical dimension; empty if not given.
       pod: the largest shape that exists; empty: no limit.
       layout: the spans of the axes of a mesh; for axes without a name here, `default_spans`.
-      overlaps: whether a collective can run while the device computes. On XLA:CPU each waits for the one before it.
+      overlaps: by kind of collective, the share that the compiler hides of what can run while the device computes
+        (`shardc/machine/overlaps.py`). On XLA:CPU each waits for the one before it.
       together: by kind of collective, the largest mesh whose devices all take part in one; other kinds have no limit.
         Above it XLA:TPU turns a collective of all chips of a slice into an all-reduce of twice the bytes: all-gathers
         from 64 chips on, reduce-scatters from 8 or, on v5e and v6e, 16 (libtpu 0.0.42 and 0.0.52, ahead of time).
@@ -158,7 +160,7 @@ class Topology:
     shape: tuple[int, ...] = ()
     pod: tuple[int, ...] = ()
     layout: Layout = ()
-    overlaps: bool = True
+    overlaps: Overlaps = FULL
     together: tuple[tuple[str, float], ...] = ()
     combined: tuple[tuple[str, float], ...] = ()
     backend: BackendKind = "gpu"
@@ -183,6 +185,15 @@ class Topology:
         """Operations per second that a kind of operation reaches on operands of a type."""
         shares = dict(self.shares)
         return self.reached * self.peak_in(dtype) * shares.get(kind, 1.0) * shares.get(dtype, 1.0)
+
+    def overlap(self, kind: str) -> float:
+        """The share of collectives of a kind that is hidden where it can be."""
+        return dict(self.overlaps).get(kind, 0.0)
+
+    @property
+    def most_hidden(self) -> float:
+        """The largest share of what can be hidden of a kind of collective that is, but for rings."""
+        return max((share for kind, share in self.overlaps if kind != "ring"), default=0.0)
 
     @property
     def memory_rate(self) -> float:
@@ -209,7 +220,7 @@ class Topology:
 
 
 _NOT_IN_FILES: Final = ("layout", "pod")
-_TABLES: Final = ("rates", "together", "combined", "shares", "starts")
+_TABLES: Final = ("rates", "together", "combined", "shares", "starts", "overlaps")
 """Fields that are objects in files, from names to numbers."""
 
 
@@ -311,13 +322,13 @@ _HOST: Final = (6.4e10, 256)
 
 TOPOLOGIES: Final[Mapping[str, Topology]] = MappingProxyType(
     {
-        t.kind: replace(t, host_bandwidth=link, host_memory=memory * GB)
+        t.kind: replace(t, host_bandwidth=link, host_memory=memory * GB, overlaps=SHARES[t.kind])
         for t in (
             # [M] Fake devices of one host share its cores and memory: 8 devices on 2 cores. Measured by themselves: 54
             # Gop/s in products of width 512, 38 in those of width 128, 3 to 9 in batches with a side of 16; 14.5
             # GB/s; 1.9 ns for an element of an exponential (an addition is bound by memory: 0.9 ns); the dispatches.
             # Fitted, the share of thin products and the start of a convolution, to the steps of benchmarks/clock.md.
-            Topology("cpu", 4e10, 1.5e10, 4 * GB, 1e-4, (Fabric("switch", 6e8, 2e-7),), overlaps=False,
+            Topology("cpu", 4e10, 1.5e10, 4 * GB, 1e-4, (Fabric("switch", 6e8, 2e-7),),
                      combined=(("all_reduce", ANY),), backend="cpu",
                      shares=(("thin", 0.15),), starts=(("convolution", 6e-4),), vector=_SPECIAL / 1.9e-9,
                      special=_SPECIAL, dispatch=1e-4, dispatch_array=5e-7),
@@ -570,9 +581,6 @@ def topology_from_json(text: str, where: str = "The topology") -> Topology:
         _positive({k: data.get(k, 0)}, k, where, least=0.0)
         for k in ("host_bandwidth", "host_memory", "vector", "dispatch", "dispatch_array")
     )
-    overlaps = data.get("overlaps", True)
-    if not isinstance(overlaps, bool):
-        raise MeshError(f'{where}: "overlaps" must be true or false, not {overlaps!r}.')
     named = TOPOLOGIES.get(kind.removesuffix("-measured"))  # older files do not say it
     backend = data.get("backend", "gpu" if named is None else named.backend)
     if backend not in ("cpu", "gpu", "tpu"):
@@ -580,7 +588,7 @@ def topology_from_json(text: str, where: str = "The topology") -> Topology:
     reached, special = (_positive({k: data.get(k, 1.0)}, k, where) for k in ("reached", "special"))
     return Topology(
         kind, numbers[0], numbers[1], int(numbers[2]), launch, read, _rates(data, where), tuple(cast(list[int], shape)),
-        overlaps=overlaps, together=_rates(data, where, "together"),
+        overlaps=_overlaps(data, where), together=_rates(data, where, "together"),
         combined=_rates(data, where, "combined"), backend=backend, reached=reached,
         host_bandwidth=host, host_memory=int(memory), shares=_rates(data, where, "shares"),
         starts=_rates(data, where, "starts"), vector=vector, special=special, dispatch=dispatch, dispatch_array=array,
@@ -617,6 +625,24 @@ def _positive(data: Mapping[str, Any], name: str, where: str, least: float = 1e-
     if isinstance(number, bool) or not isinstance(number, int | float) or not least <= number < math.inf:
         raise MeshError(f"{where}: {name!r} must be a positive number, not {number!r}.")
     return number
+
+
+def _overlaps(data: Mapping[str, Any], where: str) -> Overlaps:
+    """Shares by kind of collective; true and false stand for all and none. Where a file does not tell, those of the
+    machine of its name, else of h100."""
+    told = data.get("overlaps")
+    if told is None:
+        return SHARES.get(str(data["kind"]).removesuffix("-measured"), SHARES["h100"])
+    if isinstance(told, bool):
+        return FULL if told else NONE
+    found = _rates({"overlaps": told}, where, "overlaps")
+    for kind, share in found:
+        if kind not in KINDS or share > 1:
+            raise MeshError(
+                f'{where}: "overlaps" has the share {share:g} of {kind!r}; it takes shares up to 1 of '
+                f"{', '.join(KINDS)}, or true or false for all of them."
+            )
+    return found
 
 
 def _rates(data: Mapping[str, Any], where: str, key: str = "rates") -> tuple[tuple[str, float], ...]:

@@ -20,8 +20,8 @@ from shardc.sbp.placement import Pin
 
 
 def digest_of(programs: Iterable[PlacedProgram], *texts: str) -> str:
-    """A digest of programs with their literals and boxings, the placement of every value, and the buffers that results
-    take. Arrays that a program closes over are not in it.
+    """A digest of programs with their literals and boxings, the placement of every value, the buffers that results
+    take, and the options that XLA is given. Arrays that a program closes over are not in it.
 
     Args:
       programs: the programs.
@@ -37,7 +37,7 @@ def digest_of(programs: Iterable[PlacedProgram], *texts: str) -> str:
         add(f"{program.program.name} on {program.mesh.axes}, {program.ties}")
         for name, digest in digests(jaxpr).items():
             add(f"{name} {digest}")
-        for text in _literals(jaxpr):
+        for text in (*_literals(jaxpr), *map("=".join, program.xla_options.items())):
             add(text)
         for placements in (program.inputs, program.outputs, [at[v] for e in all_eqns(jaxpr) for v in e.outvars]):
             add(", ".join(map(placement_word, placements)))

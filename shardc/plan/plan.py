@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar
@@ -16,9 +16,11 @@ from shardc.ir.program import Program
 from shardc.ir.transfer import is_transfer
 from shardc.ir.walk import all_eqns
 from shardc.machine.mesh import MeshView
+from shardc.machine.overlaps import RING_OPTIONS
 from shardc.passes.estimate.backend import backend_of
 from shardc.passes.estimate.memory import Memory, Profile, profile_boxed
-from shardc.passes.estimate.plan_cost import HostMove, PlanCost, Time, plan_cost
+from shardc.passes.estimate.overlap import Overlap
+from shardc.passes.estimate.plan_cost import HostMove, PlanCost, Time, overlaps_of, plan_cost
 from shardc.passes.recompute.recompute import Recomputed
 from shardc.passes.trace.find_signatures import found_of
 from shardc.plan.borders import Border, may_replace
@@ -121,6 +123,17 @@ class PlacedProgram:
     def collectives(self) -> tuple[Collective, ...]:
         """Each planned collective: kind, axes, bytes sent per device (all executions), count, source line."""
         return self.cost.collectives
+
+    @cached_property
+    def overlaps(self) -> tuple[Overlap, ...]:
+        """Each collective that is counted as hidden, the work beside it, and the share that XLA hides of what could be
+        hidden on this kind of machine. Their `hidden` add up to `time.overlapped`."""
+        return tuple(overlaps_of(self.boxed, self.mesh)) if self.cost.time.overlapped else ()
+
+    @property
+    def xla_options(self) -> Mapping[str, str]:
+        """The options that XLA is given for this program, where it is compiled for its machine."""
+        return RING_OPTIONS if self.mesh.topology.backend == "gpu" and self.cost.time.overlapped_rings else {}
 
     @cached_property
     def time(self) -> Time:

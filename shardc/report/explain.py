@@ -12,7 +12,9 @@ from typing import Final
 from shardc import compat
 from shardc.ir.collective import Collective, known_bytes, unknown_among
 from shardc.ir.walk import all_eqns, short_aval
+from shardc.machine.overlaps import options_text
 from shardc.passes.estimate.attention import Attention, find_attention
+from shardc.passes.estimate.overlap import Overlap
 from shardc.passes.estimate.plan_cost import HostMove, Time
 from shardc.passes.recompute.recompute import Recomputed
 from shardc.pipeline.plan import MpmdPlan, PlanView
@@ -94,7 +96,7 @@ def sections_of(plan: PlanView, width: int | None = None) -> list[Section]:
         _head(plan, own), Section("\n".join([WORDS, *_cost_words(plan)])), *own.stages,
         _borders("Arguments", "uses" * staged, plan.in_borders),
         _borders("Results", "makes" * staged, plan.out_borders),
-        *own.transfers, _moves(plan), totals(plan), _host_memory(plan), *own.channels,
+        *own.transfers, _moves(plan), totals(plan), _overlaps(plan), _host_memory(plan), *own.channels,
         _attention(plan), _gathered(plan), _found(plan), _notes(plan), _memory(plan, own),
     ]  # fmt: skip
     return [s for s in found if s is not None]
@@ -319,6 +321,51 @@ def totals(plan: PlanView) -> Section | None:
     ]
     title = "Totals by axis and kind" + ", one device of each stage added up" * isinstance(plan, MpmdPlan)
     return Section(title, ("over", "collective", ">times", ">bytes", ">share"), rows)
+
+
+def _overlaps(plan: PlanView) -> Section | None:
+    """A table of the collectives that are counted as hidden, the largest ones."""
+    staged = isinstance(plan, MpmdPlan)
+    listed = [(number, o) for number, part in plan.parts for o in part.overlaps]
+    hidden, machine = sum(o.hidden for _, o in listed), plan.mesh.topology
+    if not hidden:
+        return None
+    kinds = dict.fromkeys(o.kind for _, o in listed)
+    shares = ", ".join(f"{percent_text(machine.overlap(kind))} of {kind}" for kind in kinds)
+    head = f"Hidden beside computation: {seconds_text(hidden)} of {seconds_text(sum(o.seconds for _, o in listed))}"
+    head += " in the stages' calls" if staged else ""
+    lines = [f"{head}. Of what could be hidden XLA hides {shares} on {machine.kind} (docs/accelerators.md)."]
+    for options in {options_text(o): o for _, part in plan.parts if (o := part.xla_options)}:
+        lines.append(f"XLA is given {options}")
+    alike: dict[Sequence[str], list[Overlap]] = {}
+    for number, o in listed:
+        key = (*[str(number)] * staged, o.kind, ", ".join(o.axes), o.value, o.source, o.beside)
+        alike.setdefault(key, []).append(o)
+    largest = sorted(alike.items(), key=lambda row: -sum(o.hidden for o in row[1]))
+    rows = [
+        (*key, str(len(found)), bytes_text(sum(o.bytes for o in found)),
+         *(seconds_text(sum(s)) for s in ([o.seconds for o in found], [o.hidden for o in found])))
+        for key, found in largest[:_OVERLAPS]
+    ]  # fmt: skip
+    if len(largest) > _OVERLAPS:
+        lines.append(f"The largest {_OVERLAPS} of {len(largest)} rows:")
+    columns = (
+        *["stage"] * staged,
+        "collective",
+        "over",
+        "value",
+        "made by",
+        "beside",
+        ">of them",
+        ">bytes",
+        ">take",
+        ">hidden",
+    )
+    return Section("\n".join(lines), columns, rows)
+
+
+_OVERLAPS: Final = 5
+"""Hidden collectives that the text lists."""
 
 
 def _host_memory(plan: PlanView) -> Section | None:

@@ -53,8 +53,8 @@ LIGHT: Final = 1e-4
 chosen. XLA fuses them into their neighbours; the traffic of fused operations has its own price (`Node.traffic`). This
 share breaks ties in favour of the placement that holds less."""
 HIDING: Final = 0.01
-"""The part of overlapped time, of permutes or of arithmetic, that still counts. Not measured: without it a ring over a
-value that every device holds anyway would tie with no ring."""
+"""The part of a ring's overlapped time, of permutes or of arithmetic, that counts at least. Not measured: without it a
+ring over a value that every device holds anyway would tie with no ring."""
 _FUSED: Final = round(1 / LIGHT)
 _AVOIDED: Final[Mapping[StepKind, int]] = {**dict.fromkeys((*COLLECTIVES, "fill"), 100 * FEMTO), "slice": FEMTO // 1000}
 """Femtoseconds added to a step that the mesh avoids: more than a call of a training step takes. A slice sends nothing,
@@ -337,7 +337,7 @@ class RingTime(NamedTuple):
 
 def ring_time(work: RingWork, mesh: MeshView, axis: str, dtype: Any, kind: str = "") -> RingTime:
     """The time of a product in pieces. Half of the pieces come from either side; while the pieces of one step move,
-    those of the step before are multiplied.
+    those of the step before are multiplied, as far as the backend overlaps them.
 
     Args:
       axis: the mesh axis that the pieces go around.
@@ -350,13 +350,12 @@ def ring_time(work: RingWork, mesh: MeshView, axis: str, dtype: Any, kind: str =
     one, two = (np.maximum(work.piece * wire / FEMTO, k * held) + late for k, wire in enumerate(wires, 1))
     pairs, alone = (n - 1) // 2, (n + 1) % 2  # pairs of pieces that move at once; whether one piece moves alone
     moving = pairs * two + alone * one
-    if not mesh.topology.overlaps:
-        return RingTime(n * each, moving, n * each + moving)
     first, last = np.maximum(two if pairs else one, each), each * (1 + n % 2)
     total = first + last + max(pairs - 1, 0) * np.maximum(two, 2 * each)
     if pairs and alone:
         total = total + np.maximum(one, 2 * each)
-    return RingTime(n * each, moving, total + HIDING * (n * each + moving - total))
+    waited = max(HIDING, 1 - mesh.topology.overlap("ring"))
+    return RingTime(n * each, moving, total + waited * (n * each + moving - total))
 
 
 @lru_cache(maxsize=256)

@@ -225,7 +225,7 @@ class _Run:
             )  # else XLA keeps all terms to the end
         (block,) = self.rule.local(self.site, *parts)
         if result is None:
-            result = lax.empty(self.site.result_shape(), block.dtype)  # all of it is written
+            result = self.site.blank(self.site.result_shape(), block.dtype)
         start = number * block.shape[dim]
         return lax.dynamic_update_slice_in_dim(result, block, start, dim, allow_negative_indices=False)
 

@@ -15,6 +15,7 @@ from typing import Any, Final, Literal, Protocol, TypeAlias, TypeVar
 
 import jax
 import numpy as np
+from jax import lax
 
 from shardc.errors import PlacementError
 from shardc.sbp.placement import (
@@ -105,11 +106,13 @@ class Site(Setting):
       index: coordinate of this device along an axis; a traced integer on a mesh, a plain one in a proof.
       bind: runs the operation's own primitive on local operands, with some of its parameters replaced.
       wire: the collectives between the pieces of one operation.
+      blank: makes an array, by its shape and type, that is written as a whole before it is read.
     """
 
     index: Callable[[str], Any]
     bind: Callable[..., list[Any]]
     wire: Wire
+    blank: Callable[[Sequence[int], Any], Any] = lax.empty
 
     def operand_extent(self, i: int, dim: int) -> tuple[Any, Any]:
         """Offset of this device's piece of dimension `dim` of operand `i`, and how many of its elements are valid."""

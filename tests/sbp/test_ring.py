@@ -12,6 +12,7 @@ import pytest
 
 import shardc
 from shardc.machine.mesh import MeshView
+from shardc.machine.overlaps import FULL, NONE, Overlaps
 from shardc.machine.topology import Fabric, Topology, lay_out
 from shardc.sbp import rules
 from shardc.sbp.cost import HIDING, RingWork, ring_time
@@ -154,7 +155,7 @@ def test_terms_of_narrow_floats_are_rounded_once(monkeypatch: pytest.MonkeyPatch
 # --- what they cost --------------------------------------------------------------------------------------------------
 
 
-def _mesh(n: int, kind: str = "torus", ring: int = 1, overlaps: bool = True) -> MeshView:
+def _mesh(n: int, kind: str = "torus", ring: int = 1, overlaps: Overlaps = FULL) -> MeshView:
     fabric = Fabric(kind, 1e9, 0.0, ring=ring)
     machine = Topology("odd", 1e12, 1e15, 10**9, 0.0, (fabric,), shape=(n,), overlaps=overlaps)
     axes = (("a", n),)
@@ -191,7 +192,7 @@ def test_a_ring_of_what_is_there_anyway_is_dearer_than_none() -> None:
 
 
 def test_where_nothing_overlaps_all_adds_up() -> None:
-    assert _total(8, 1e10, overlaps=False) == pytest.approx(84)
+    assert _total(8, 1e10, overlaps=NONE) == pytest.approx(84)
 
 
 def test_what__goes_around() -> None:

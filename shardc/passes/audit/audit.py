@@ -18,15 +18,17 @@ from __future__ import annotations
 import html
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import reduce
 from typing import Final, Generic, TypeAlias, TypeVar
 
 from shardc.ir.collective import Collective
+from shardc.machine.overlaps import options_text
 from shardc.passes.audit.hlo import HloCollective, Tensor, parse_collectives
 from shardc.passes.audit.hlo_groups import axes_of_groups, crossed_axes
+from shardc.passes.audit.hlo_overlap import FoundOverlap
 from shardc.passes.audit.hlo_text import itemsize
 from shardc.sbp.cost import COLLECTIVES
 
@@ -67,6 +69,9 @@ class Audit:
       where: the process whose programs these are, if others run other ones: `process 1`.
       crossed: bytes that the calls so far have sent from mesh to mesh, of a pipeline's stages.
       planned_crossed: bytes that these calls send by the plan.
+      overlaps: on TPU and GPU, what the plan counts on to be hidden, and what the schedule of the program hides of it.
+      options: options that XLA was given for this program.
+      refused: options that the plan counts on, and that this XLA refuses.
       links: the measured bytes a second and latency in seconds of the link to each process that values go to.
     """
 
@@ -79,6 +84,9 @@ class Audit:
     where: str = ""
     crossed: int = 0
     planned_crossed: int = 0
+    overlaps: tuple[FoundOverlap, ...] = ()
+    options: Mapping[str, str] = field(default_factory=dict[str, str])
+    refused: Mapping[str, str] = field(default_factory=dict[str, str])
     links: Mapping[int, tuple[float, float]] = field(default_factory=dict, compare=False)
 
     @property
@@ -97,11 +105,12 @@ class Audit:
             added += f"; the link to process {peer} does {rate / 1e9:.2g} GB/s after {1e3 * latency:.2g} ms"
         name = f"audit of {self.where}" if self.where else "audit"
         if self.ok and not self.missing:
-            return f"{name}: planned = found ({_summary(self.planned)}){added}"
-        if self.ok:
-            return f"{name}: found within plan ({_summary(self.planned)}; XLA removed {_summary(self.missing)}){added}"
-        head = f"{name}: {_summary(self.surprises)} not in the plan of {_summary(self.planned)}{added}"
-        return "\n".join([head, *(_table(self) if self.surprises else ())])
+            head = f"{name}: planned = found ({_summary(self.planned)}){added}"
+        elif self.ok:
+            head = f"{name}: found within plan ({_summary(self.planned)}; XLA removed {_summary(self.missing)}){added}"
+        else:
+            head = f"{name}: {_summary(self.surprises)} not in the plan of {_summary(self.planned)}{added}"
+        return "\n".join([head, *(_table(self) if self.surprises else ()), *_overlaps(self), *_options(self)])
 
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(str(self))}</pre>"
@@ -347,6 +356,36 @@ def _table(a: Audit) -> list[str]:
     return ["  " + "  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 
 
+def _overlaps(a: Audit) -> Iterator[str]:
+    """What the schedule hides, in a line, and the planned overlaps that it exposes most of."""
+    if not a.overlaps:
+        return
+    planned, hidden = sum(f.planned.hidden for f in a.overlaps), sum(f.hidden for f in a.overlaps)
+    yield f"  hidden beside computation: {_ms(planned)} planned, {_ms(hidden)} of it in the compiled schedule"
+    rest = sorted((f for f in a.overlaps if f.exposed > 0.01 * planned), key=lambda f: -f.exposed)
+    for f in rest[:_SHOWN]:
+        waits = ", ".join(f"%{name} {_ms(seconds)}" for name, seconds in f.names[:2])
+        what = f"{f.planned.kind} of {f.planned.value} at {f.planned.source or 'an unknown line'}"
+        yield f"  planned hidden, compiled exposed: {_ms(f.exposed)} of {what}" + (f" ({waits})" if waits else "")
+    if rest[_SHOWN:]:
+        yield f"  and {_ms(sum(f.exposed for f in rest[_SHOWN:]))} of {len(rest) - _SHOWN} more"
+
+
+def _options(a: Audit) -> Iterator[str]:
+    if a.options:
+        yield f"  compiled with {options_text(a.options)}"
+    if a.refused:
+        yield f"  this XLA refuses {options_text(a.refused)}: it hides less of rings than planned"
+
+
+_SHOWN: Final = 5
+"""Exposed overlaps that the text lists."""
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g} ms"
+
+
 def _along(axes: tuple[str, ...] | None) -> str:
     return "(not along axes)" if axes is None else ",".join(axes)
 
@@ -376,4 +415,5 @@ def _both(a: Audit, b: Audit) -> Audit:
     return Audit(
         a.planned + b.planned, a.found + b.found, a.surprises + b.surprises,
         a.compiler_added + b.compiler_added, a.missing + b.missing, a.iterated + b.iterated,
+        overlaps=a.overlaps + b.overlaps, options={**a.options, **b.options}, refused={**a.refused, **b.refused},
     )  # fmt: skip

@@ -16,12 +16,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from typing import Final, Literal, TypeAlias
 
 from shardc.passes.audit.hlo import HloCollective, collectives_of
+from shardc.passes.audit.hlo_seconds import NO_WORK
 from shardc.passes.audit.hlo_text import Instruction, Module, parse_module
 
 Beside: TypeAlias = Literal["a product", "other work", "nothing"]
@@ -48,9 +49,9 @@ def read_schedule(texts: Iterable[str]) -> list[Scheduled]:
     sent: Counter[tuple[str, Beside]] = Counter()
     for text in texts:
         module = parse_module(text)
-        beside = _Reader(module)
+        pairs = Pairs(module)
         for op in collectives_of(module):
-            key: tuple[str, Beside] = (op.kind, beside.of(op))
+            key: tuple[str, Beside] = (op.kind, pairs.beside(op))
             times = op.trips or 1
             counts[key] += times * len(op.tensors)
             sent[key] += times * op.bytes
@@ -58,8 +59,8 @@ def read_schedule(texts: Iterable[str]) -> list[Scheduled]:
     return [Scheduled(*key, counts[key], sent[key]) for key in order]
 
 
-class _Reader:
-    """Finds what runs beside a collective of a module."""
+class Pairs:
+    """Finds where the collectives of a module start and are done, and what runs in between."""
 
     def __init__(self, module: Module) -> None:
         self._module = module
@@ -70,18 +71,31 @@ class _Reader:
                     self._callers.setdefault(callee, (computation, i.name))
         self._has_product = cache(self._holds_product)
 
-    def of(self, op: HloCollective) -> Beside:
-        computation, name = op.computation, op.name
-        if not self._is_start(computation, name) and computation in self._callers:
-            computation, name = self._callers[computation]  # the pair may be calls of what holds the collective
-        if not self._is_start(computation, name):
+    def beside(self, op: HloCollective) -> Beside:
+        computation, name = self.place_of(op)
+        if not self.is_start(computation, name):
             return "nothing"
-        found: list[Beside] = ["nothing", *map(self._work, self._between(computation, name))]
+        begin, end = self.span(computation, name)
+        between = list(self._module.computations[computation].values())[begin:end]
+        found: list[Beside] = ["nothing", *map(self._work, between)]
         return min(found, key=BESIDE.index)
 
-    def _is_start(self, computation: str, name: str) -> bool:
+    def place_of(self, op: HloCollective) -> tuple[str, str]:
+        """The computation and the instruction that start a collective, or run it as a whole: that of a call or a fusion
+        that holds it."""
+        computation, name = op.computation, op.name
+        if self.is_start(computation, name) or computation not in self._callers:
+            return computation, name
+        outer, caller = self._callers[computation]
+        held = self.is_start(outer, caller) or self._module.computations[outer][caller].opcode == "fusion"
+        return (outer, caller) if held else (computation, name)
+
+    def is_start(self, computation: str, name: str) -> bool:
         i = self._module.computations[computation][name]
         return i.opcode.endswith("-start") or self._targets(i, "AsyncCollectiveStart")
+
+    def is_done(self, i: Instruction) -> bool:
+        return i.opcode.endswith("-done") or self._targets(i, "AsyncCollectiveDone")
 
     def _targets(self, i: Instruction, target: str) -> bool:
         """Whether a fusion contains a custom call of XLA:TPU."""
@@ -90,24 +104,23 @@ class _Reader:
         inside = (x for callee in i.callees for x in self._module.computations[callee].values())
         return any(f'"{target}"' in x.attributes for x in inside)
 
-    def _between(self, computation: str, start: str) -> Sequence[Instruction]:
-        """The instructions from a start to its done, without both."""
+    def span(self, computation: str, start: str) -> tuple[int, int]:
+        """The positions in a computation of the first instruction that runs beside a collective, and of its done."""
         instructions = list(self._module.computations[computation].values())
-        at = next(k for k, i in enumerate(instructions) if i.name == start)
-        pending, found = {start}, list[Instruction]()
-        for i in instructions[at + 1 :]:
+        begin = 1 + next(k for k, i in enumerate(instructions) if i.name == start)
+        pending = {start}
+        for k, i in enumerate(instructions[begin:], begin):
             if pending & set(i.operands):
-                if i.opcode.endswith("-done") or self._targets(i, "AsyncCollectiveDone"):
-                    return found
+                if self.is_done(i):
+                    return begin, k
                 if i.opcode in _PASSED_ON or _continues(i):
                     pending.add(i.name)
                 if i.opcode == "call-update":
-                    found.clear()
-            found.append(i)
-        return found
+                    begin = k + 1
+        return begin, len(instructions)
 
     def _work(self, i: Instruction) -> Beside:
-        if i.opcode in _NO_WORK or i.opcode.endswith(("-start", "-done", "-update")):
+        if i.opcode in NO_WORK or i.opcode.endswith(("-start", "-done", "-update")):
             return "nothing"
         return "a product" if self._is_product(i) else "other work"
 
@@ -126,10 +139,4 @@ def _continues(i: Instruction) -> bool:
 
 
 _PASSED_ON: Final = frozenset({"get-tuple-element", "tuple", "bitcast", "async-update", "call-update", "opt-barrier"})
-_NO_WORK: Final = frozenset(
-    {
-        "parameter", "constant", "iota", "get-tuple-element", "tuple", "bitcast", "opt-barrier", "after-all", "copy",
-        "partition-id", "replica-id", "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute",
-    }
-)  # fmt: skip
 _PRODUCT: Final = re.compile(r'custom_call_target="[^"]*(?:gemm|matmul|cublas|cudnn)', re.IGNORECASE)

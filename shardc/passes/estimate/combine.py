@@ -21,7 +21,7 @@ class Started:
 
     Attributes:
       alike: its groups, type and reduction; collectives are combined only where these agree.
-      size: bytes on a device of its operand or its result, whichever is larger.
+      size: bytes on a device of its result, or of its operand if that is larger and no reduce-scatter's.
       seconds: latency before its first byte moves.
     """
 

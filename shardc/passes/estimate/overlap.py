@@ -1,16 +1,19 @@
-"""Collectives that overlap with computation. This enters `Plan.seconds` alone, never the choice of placements.
+"""Collectives that overlap with computation. This enters `Plan.seconds`, and no sum that the search makes.
 
 A collective can go on from when its operand is made until the first computing equation that depends on its result. It
 overlaps with what the device computes in between: the gather of a layer's weights with the products before those that
 read them, the reduction of a gradient with the rest of the backward pass. Each body is looked at by itself: nothing of
 the next round of a loop begins in this one, and nothing of this one is left for the next. Collectives share the links,
 one after the other, that which is needed first before the others. What is not sent in time adds to the time.
+
+This is what could be hidden. What XLA hides of it on a kind of machine is a share (`shardc/machine/overlaps.py`).
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Collection, Mapping, Sequence, Set
+from dataclasses import dataclass
 from typing import TypeAlias
 
 from shardc import compat
@@ -20,10 +23,43 @@ Reads: TypeAlias = Sequence[tuple[Eqn, Sequence[Var]]]
 """Equations in order, each with the values that it reads."""
 
 
-def overlapped_seconds(
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """A collective that a plan counts on to be hidden, in part or as a whole. Numbers are of one call.
+
+    Attributes:
+      kind: of collective; "ring": permutes of a product whose pieces go around.
+      axes: mesh axes that it goes along.
+      value: what it sends: dtype and logical shape, as `bf16[8,128]`. Of collectives that the compiler combines the
+        largest, and the number of the others.
+      source: the line of user code that it comes from.
+      beside: the work that hides most of it: a primitive and its line of user code.
+      bytes: sent per device.
+      seconds: that it takes by itself.
+      could: seconds of it that could be hidden.
+      share: the part of these that the compiler of the machine hides.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    value: str
+    source: str
+    beside: str
+    bytes: float
+    seconds: float
+    could: float
+    share: float
+
+    @property
+    def hidden(self) -> float:
+        """Seconds that the plan counts as hidden."""
+        return self.could * self.share
+
+
+def hidden_beside(
     jaxpr: Jaxpr, sending: Sequence[tuple[Collection[Eqn], float]], computing: Mapping[Eqn, float]
-) -> list[float]:
-    """Seconds of each collective that overlap with what a jaxpr computes.
+) -> list[dict[Eqn, float]]:
+    """Seconds of each collective that can overlap with what a jaxpr computes, by the equation that computes meanwhile.
 
     Args:
       sending: for each collective its equations, more than one if they are combined, and its seconds.
@@ -31,7 +67,7 @@ def overlapped_seconds(
     """
     computing = {eqn: seconds for eqn in jaxpr.eqns if (seconds := computing.get(eqn, 0.0)) > 0}
     if not sending or not computing:
-        return [0.0] * len(sending)
+        return [{} for _ in sending]
     wanted = {eqn for eqns, _ in sending for eqn in eqns}
     reads = [(eqn, [a for a in eqn.invars if not compat.is_literal(a)]) for eqn in jaxpr.eqns]
     begins, ends = _begins(reads, wanted, computing), _ends(reads, wanted, computing)
@@ -39,16 +75,19 @@ def overlapped_seconds(
     for k, (eqns, _) in enumerate(sending):
         ready[max(begins[eqn] for eqn in eqns)].append((min(ends[eqn] for eqn in eqns), k))
     left, waiting = [seconds for _, seconds in sending], list[tuple[int, int]]()
-    for now, (seconds, more) in enumerate(zip(computing.values(), ready, strict=False)):
+    found: list[dict[Eqn, float]] = [{} for _ in sending]
+    for now, ((eqn, seconds), more) in enumerate(zip(computing.items(), ready, strict=False)):
         for one in more:
             heapq.heappush(waiting, one)
         while waiting and seconds:
             end, k = waiting[0]
             sent = min(left[k], seconds) if end > now else 0.0
             left[k], seconds = left[k] - sent, seconds - sent
+            if sent:
+                found[k][eqn] = sent
             if end <= now or not left[k]:
                 heapq.heappop(waiting)
-    return [seconds - rest for (_, seconds), rest in zip(sending, left, strict=True)]
+    return found
 
 
 def _begins(reads: Reads, wanted: Set[Eqn], computing: Mapping[Eqn, float]) -> dict[Eqn, int]:

@@ -38,12 +38,13 @@ from shardc.ir.walk import (
 )  # fmt: skip
 from shardc.machine.mesh import MeshView
 from shardc.passes.estimate.combine import Started, combinations
-from shardc.passes.estimate.overlap import overlapped_seconds
+from shardc.passes.estimate.overlap import Overlap, hidden_beside
 from shardc.passes.estimate.traffic import FusedGroup, fused_groups
 from shardc.sbp.boxing import Boxing
 from shardc.sbp.cost import (
     COLLECTIVES,
     FEMTO,
+    HIDING,
     CollectiveKind,
     RingTime,
     element_seconds,
@@ -185,6 +186,13 @@ def plan_cost(boxed: Boxed, mesh: MeshView) -> PlanCost:
     return PlanCost(tuple(found.collectives), time, found.added, tuple(found.host_moves))
 
 
+def overlaps_of(boxed: Boxed, mesh: MeshView) -> list[Overlap]:
+    """The collectives that `Time.overlapped` counts on, in the order of the program; their `hidden` add up to it."""
+    found = _CostWalk(boxed, mesh, {})
+    found.scope(boxed.jaxpr, 1)
+    return found.overlaps
+
+
 def host_seconds(moved: int, mesh: MeshView) -> float:
     """Seconds to move so many bytes between a device's memory and its host's."""
     return moved / mesh.topology.host_bandwidth
@@ -263,6 +271,7 @@ class _CostWalk:
       boxings: by the value's aval, both placements, and the number of values that share a start.
       prices: of operations and of boxings, by what determines them.
       each: the cost of each equation, if that is asked for.
+      overlaps: what is hidden beside what, if the costs of equations are asked for.
     """
 
     def __init__(self, boxed: Boxed, mesh: MeshView, each: dict[Eqn, EquationCost] | None = None) -> None:
@@ -275,6 +284,7 @@ class _CostWalk:
         self.rules: dict[Eqn, Rule] = {}
         self.boxings: dict[tuple[Any, Placement, Placement, int], Boxing] = {}
         self.prices: dict[Hashable, _Price] = {}
+        self.overlaps: list[Overlap] = []
 
     def scope(self, jaxpr: Jaxpr, trips: int) -> Time:
         """The time of one execution of a jaxpr that runs `trips` times."""
@@ -296,7 +306,7 @@ class _CostWalk:
         for s in (s for found in together for s in found[:-1]):
             time = times[s.eqn]
             times[s.eqn] = replace(time, **{s.kind: getattr(time, s.kind) - s.seconds})
-        hidden = self.overlapped(jaxpr, times, together) if self.mesh.topology.overlaps else Time()
+        hidden = self.overlapped(jaxpr, times, together, trips) if self.mesh.topology.overlaps else Time()
         light = plain.union([eqn for eqn in others if self.is_light(eqn)])
         groups = fused_groups(jaxpr, light, {eqn for eqn in others if _is_same(eqn)}, self.held)
         fused = [max(memory_seconds(g.bytes, self.mesh), sum(map(self.arithmetic, g.eqns))) for g in groups]
@@ -304,7 +314,9 @@ class _CostWalk:
             self.share_out(times, light, zip(groups, fused, strict=True), trips)
         return sum(times.values(), hidden + Time(memory=sum(fused)))
 
-    def overlapped(self, jaxpr: Jaxpr, times: Mapping[Eqn, Time], together: Iterable[Sequence[Started]]) -> Time:
+    def overlapped(
+        self, jaxpr: Jaxpr, times: Mapping[Eqn, Time], together: Iterable[Sequence[Started]], trips: int
+    ) -> Time:
         """The part of a scope's collectives that overlaps with what its other equations compute.
 
         Args:
@@ -319,9 +331,43 @@ class _CostWalk:
                 sending.append((eqns, sum(alone.pop(eqn, 0.0) for eqn in eqns)))
         sending += [([eqn], seconds) for eqn, seconds in alone.items()]
         computing = {eqn: time.computing - time.overlapped for eqn, time in times.items()}
-        found = overlapped_seconds(jaxpr, sending, computing)
-        reduced = sum(s for s, (eqns, _) in zip(found, sending, strict=True) if any(map(self.is_reducing, eqns)))
-        return Time(overlapped=sum(found), overlapped_reductions=reduced)
+        hidden = reductions = 0.0
+        for (eqns, seconds), beside in zip(sending, hidden_beside(jaxpr, sending, computing), strict=True):
+            if not beside:
+                continue
+            could, share = sum(beside.values()), self.share(times, eqns)
+            hidden += could * share
+            if any(map(self.is_reducing, eqns)):
+                reductions += could * share
+            if self.each is not None and share:
+                self.list_overlap(times, eqns, beside, seconds, share, trips)
+        return Time(overlapped=hidden, overlapped_reductions=reductions)
+
+    def share(self, times: Mapping[Eqn, Time], eqns: Iterable[Eqn]) -> float:
+        """The share of what could be hidden of collectives that the machine's compiler hides."""
+        machine, parts = self.mesh.topology, Counter[str]()
+        for eqn in eqns:
+            for kind in COLLECTIVES:
+                parts[kind] += getattr(times[eqn], kind)
+        return sum(seconds * machine.overlap(kind) for kind, seconds in parts.items()) / parts.total()
+
+    def list_overlap(
+        self, times: Mapping[Eqn, Time], eqns: Collection[Eqn], beside: Mapping[Eqn, float], seconds: float,
+        share: float, trips: int,
+    ) -> None:  # fmt: skip
+        """Add collectives that go on beside computation to `overlaps`."""
+        assert self.each is not None
+        moves = [c for eqn in eqns for c in self.each[eqn].collectives]
+        kind = max(COLLECTIVES, key=lambda kind: sum(getattr(times[eqn], kind) for eqn in eqns))
+        largest = max(moves, key=lambda c: (c.kind == kind, c.bytes))
+        work = max(beside, key=beside.__getitem__)
+        others = f" and {len(moves) - 1} more" if len(moves) > 1 else ""
+        self.overlaps.append(
+            Overlap(
+                kind, largest.axes, largest.value + others, largest.source, _work_text(work),
+                sum(c.bytes for c in moves), seconds * trips, sum(beside.values()) * trips, share,
+            )
+        )  # fmt: skip
 
     def share_out(
         self, times: Mapping[Eqn, Time], light: Iterable[Eqn], fused: Iterable[tuple[FusedGroup, float]], trips: int
@@ -371,12 +417,14 @@ class _CostWalk:
             if eqn.primitive is not box_p:
                 continue
             boxing = self.boxing(eqn)
-            size = max(self.held[v] for v in (*compat.variables(eqn.invars[:1]), *eqn.outvars))
+            made = self.held[eqn.outvars[0]]
+            size = max([made, *(self.held[v] for v in compat.variables(eqn.invars[:1]))])
             for step, price in zip(boxing.steps, boxing.prices, strict=True):
                 if step.kind in kinds and price.bytes:
                     alike = step.axes, eqn.outvars[0].aval.dtype, step.src.partial_op
                     seconds = group_of(self.mesh, step.axes).latency[step.kind] / FEMTO
-                    yield Started(eqn, cast(CollectiveKind, step.kind), alike, size, seconds)
+                    most = made if step.kind == "reduce_scatter" else size
+                    yield Started(eqn, cast(CollectiveKind, step.kind), alike, most, seconds)
 
     def is_reducing(self, eqn: Eqn) -> bool:
         return eqn.primitive is box_p and any(
@@ -418,7 +466,13 @@ class _CostWalk:
             return self.memory_move(eqn, trips)
         if _is_same(eqn) or is_transfer(eqn):
             return Time()
-        return self.take(self.price(eqn), compat.source_line(eqn), trips)
+        price, source = self.price(eqn), compat.source_line(eqn)
+        if self.each is not None and (hidden := price.time.overlapped_rings):
+            (move,), seconds = price.moves, price.time.permute * trips
+            share = min(self.mesh.topology.overlap("ring"), 1 - HIDING)
+            beside, sent, could = _work_text(eqn), move.bytes * trips, hidden * trips / share
+            self.overlaps.append(Overlap("ring", move.axes, move.value, source, beside, sent, seconds, could, share))
+        return self.take(price, source, trips)
 
     def memory_move(self, eqn: Eqn, trips: int) -> Time:
         """The time of one execution of a move between a device's memory and its host's."""
@@ -514,13 +568,15 @@ class _CostWalk:
         `cond`."""
         length = trips_of(eqn)
         found: list[Time] = []
-        begin = len(self.collectives)
+        begin, listed = len(self.collectives), [len(self.overlaps)]
         for body in bodies_of(eqn):
             found.append(self.scope(body, trips * length))
+            listed.append(len(self.overlaps))
         if eqn.primitive.name == "while":
             self.per_iteration(begin, length, compat.rounds_of(eqn) is None)
         if eqn.primitive.name == "cond":
             dearest = max(range(len(found)), key=lambda k: found[k].total)
+            self.overlaps[listed[0] :] = self.overlaps[listed[dearest] : listed[dearest + 1]]
             for e in (e for k, body in enumerate(bodies_of(eqn)) if k != dearest for e in all_eqns(body)):
                 if self.each is not None and e in self.each:
                     self.each[e].time = Time()
@@ -538,6 +594,10 @@ _PARTICULAR: Final = frozenset((
     "box", "constrain", "memory_move", "receive", "send", "shard_map", "sharding_constraint", *NESTED,
 ))  # fmt: skip
 """Primitives that cost more than their rule says."""
+
+
+def _work_text(eqn: Eqn) -> str:
+    return f"{eqn.primitive.name} {compat.source_line(eqn)}".strip()
 
 
 def _is_same(eqn: Eqn) -> bool:

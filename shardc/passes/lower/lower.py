@@ -48,6 +48,8 @@ class Lowering:
         self.sizes = {a: n for a, n in mesh.axes if n > 1}
         self.index: Callable[[str], Any] = lax.axis_index
         self.wire: Wire = MeshWire(self.sizes)
+        # XLA:GPU fuses zeros with what overwrites them; an empty array takes memory from the start of the program on
+        self.blank = jax.numpy.zeros if mesh.topology.backend == "gpu" else lax.empty
 
     def run(self, jaxpr: Jaxpr, args: Sequence[Any]) -> list[Any]:
         """The local results of a jaxpr from its local arguments. The user's rules of promotion are for their code."""
@@ -88,6 +90,7 @@ class Lowering:
             self.index,
             compat.bind_with(eqn.primitive, eqn.params),
             self.wire,
+            self.blank,
         )
         return run_piece(site, rule, operands)
 

@@ -46,7 +46,7 @@ class Rings:
 
 def offer_rings(domains: ValueTables, n: Node) -> Rings | None:
     """The rings that may be worth their cost; None if there are none."""
-    if n.kind != "operation" or n.rule is None or n.rule.terms is None or not domains.mesh.topology.overlaps:
+    if n.kind != "operation" or n.rule is None or n.rule.terms is None or not domains.mesh.topology.overlap("ring"):
         return None
     values = [v for v in (*n.operands, *n.results) if v is not None]
     rings = ring_signatures(n.rule, operation_of(n.equation))

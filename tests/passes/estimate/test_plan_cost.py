@@ -18,6 +18,7 @@ import shardc.machine.topology
 from examples.zoo import MODELS
 from shardc import AUTO, B, P, Placement, S
 from shardc.ir.walk import itemsize_of
+from shardc.machine.overlaps import FULL
 from shardc.passes.estimate.plan_cost import Time, equation_costs
 from shardc.passes.estimate.traffic import fused_groups
 from shardc.plan.borders import problem_of
@@ -53,7 +54,7 @@ def planned(batch: int = 64) -> Plan:
 def not_combined(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chips whose compiler does not combine reductions."""
     known = shardc.machine.topology.TOPOLOGIES
-    apart = {**known, "v5p": replace(known["v5p"], combined=())}
+    apart = {**known, "v5p": replace(known["v5p"], combined=(), overlaps=FULL)}
     monkeypatch.setattr(shardc.machine.topology, "TOPOLOGIES", apart)
 
 
