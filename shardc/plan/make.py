@@ -354,7 +354,7 @@ class _PlanSearch:
         those of a search that knows what overlaps beside the choices before it."""
         found = self._least_cost
         best = found, self._plan_of_choices(found)
-        if not self.mesh.topology.overlaps:
+        if not self.mesh.topology.most_hidden:
             return best
         cost = AssignmentCost(self.placer.tables.unary, self.placer.tables.pairwise).cost
         for _ in range(ROUNDS if self.bound == math.inf else 1):

@@ -124,7 +124,8 @@ class Checker:
             return [x[None] for x in (*(low.tape if isinstance(low, RecordingLowering) else ()), *map(words, results))]
 
         program = executable.sharded(local, PartitionSpec(tuple(executable.mesh.axis_names)))
-        return jax.jit(program, in_shardings=tuple(executable.in_shardings))
+        options = dict(executable.xla_options)
+        return jax.jit(program, in_shardings=tuple(executable.in_shardings), compiler_options=options or None)
 
     @cached_property
     def replay(self) -> Callable[..., list[Any]]:
@@ -188,7 +189,10 @@ class _Check:
             results=self.results,
             unlike_alone=gone,
             open=tuple(self._open()),
-            flags=tuple((n, v) for n in _VARIABLES if (v := os.environ.get(n))),
+            flags=(
+                *((n, v) for n in _VARIABLES if (v := os.environ.get(n))),
+                *self.programs.executable.xla_options.items(),
+            ),
         )
 
     @cached_property

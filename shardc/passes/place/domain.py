@@ -233,10 +233,10 @@ class Domains(ValueTables):
         held = [None if t is None or r is None else t.local_bytes[r] for t, r in zip(tables, rows, strict=True)]
         if n.group not in self._computing:
             moved = [share * size for port, share in n.traffic if (size := held[port]) is not None]
-            return sum(moved) / self.mesh.topology.memory_rate
+            return np.asarray(sum(moved), np.float64) / self.mesh.topology.memory_rate
         each = element_seconds(n.rule.kind, self.mesh.topology) if n.rule is not None else 0.0
         elements = [h / itemsize_of(a) for h, a in zip(held, n.avals, strict=True) if h is not None]
-        return each * np.asarray(np.max(elements, 0), np.float64) if each and elements else 0.0
+        return each * np.max(elements, 0) if each and elements else 0.0
 
     def _from_afar(
         self, n: Node, far: FarEnd, tables: Sequence[BoxingTable | None], rows: Sequence[NDArray[np.int64] | None],

@@ -221,22 +221,24 @@ class Placer:
             cost = domains.edge(value, reader)[chosen[value.maker.number], chosen[reader.node.number]]
             return float(cost) / reader.weight if reader.weight else 0.0
 
-        return Tables.of(self.problem, domains, OverlapWindows.of(self.problem, computing, sending))
+        share = self.mesh.topology.most_hidden
+        windows = OverlapWindows.of(self.problem, computing, sending)
+        return Tables.of(self.problem, domains, {edge: share * seconds for edge, seconds in windows.items()})
 
     def least_seconds(self, bound: float, cost: float, seconds: float) -> float:
         """A lower bound of the seconds of all plans but for their launch.
 
-        Nothing is faster than its computing, nor, where all overlaps, than half of the least sum of computing and
-        collectives. Where nothing overlaps, it is the least sum. Collectives that start together are taken to save no
-        more than in the plan at hand.
+        Nothing is faster than its computing, nor, where all is hidden that can be, than half of the least sum of
+        computing and collectives. Where nothing is, it is the least sum. Collectives that start together are taken to
+        save no more than in the plan at hand.
 
         Args:
           bound: of the search's cost.
           cost, seconds: of the plan at hand.
         """
         heavy = any(n.kind == "operation" and not n.is_light for n in self.problem.nodes)
-        if heavy and self.mesh.topology.overlaps:
-            return max(sum(float(d.seconds.min()) for d in self.domains.of), bound / 2)
+        if heavy and (share := self.mesh.topology.most_hidden):
+            return max(sum(float(d.seconds.min()) for d in self.domains.of), bound * (1 - share / 2))
         return bound - max(0.0, cost - seconds)
 
     def placed(self, found: Assignment) -> Placed:
