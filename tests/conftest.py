@@ -121,10 +121,12 @@ def threads_of_other_files():
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
-    """Tests marked `plans_eagerly` plan for `EAGER`, all others for the machine that users have."""
+    """Tests marked `plans_eagerly` plan for `EAGER`, all others, and those of such a file that are marked
+    `plans_eagerly(False)`, for the machine that users have."""
     if time.monotonic() - BEGIN > 60 * item.config.getoption("--minutes"):
         pytest.skip("the time is over")
-    eagerly = item.get_closest_marker("plans_eagerly")
+    marker = item.get_closest_marker("plans_eagerly")
+    eagerly = marker is not None and marker.args != (False,)
     for module in MODULES:
         module.TOPOLOGIES = {**USERS, "cpu": EAGER} if eagerly else USERS
 
