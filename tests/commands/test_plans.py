@@ -48,7 +48,7 @@ def test_json(run):
     got = json.loads(run("plan", MLP, "--json"))
     assert (got["function"], got["mesh"], got["topology"]) == ("step", {"data": 4, "model": 2}, "cpu")
     assert got["bytes_per_device"] == sum(c["bytes"] for c in got["collectives"]) > 0
-    assert got["seconds"] > 0 and got["peak"] > 0 and got["gap"] == 0
+    assert got["seconds"] > 0 and got["peak"] > 0 and 0 <= got["gap"] < 0.01
     pipeline = json.loads(run("plan", PIPELINE, "--json"))
     assert (pipeline["stages"], pipeline["schedule"], pipeline["microbatches"]) == (2, "1f1b", 4)
     assert len(pipeline["transfers"]) == 2
