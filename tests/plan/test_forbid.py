@@ -96,7 +96,7 @@ def test_a_loop_keeps_it_in_every_call(forbid, pins, donate):
     for _ in range(3):
         got, want = f(got, X), jax.jit(step)(want, X)
     for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(g, w, rtol=2e-4, atol=1e-5)
+        np.testing.assert_allclose(g, w, rtol=2e-4, atol=1e-6 * float(jnp.abs(w).max()))
     plan = f.plan(got, X)
     assert plan.out_placements == plan.in_placements.params
     assert not any(is_forbidden(read_forbid(forbid, plan.mesh, "f"), c.kind, c.axes) for c in plan.collectives)

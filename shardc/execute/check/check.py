@@ -17,7 +17,7 @@ import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Final
 
 import jax
@@ -46,6 +46,7 @@ from shardc.machine.mesh import without_mesh
 from shardc.passes.lower.lower import Lowering
 from shardc.passes.lower.lower_borders import (
     ROUNDS,
+    SIGNS,
     NoisyLowering,
     NoisyReplaying,
     Passage,
@@ -54,8 +55,6 @@ from shardc.passes.lower.lower_borders import (
 )
 from shardc.plan.names import Names, names_of
 
-_SAMPLES: Final = (1, 2)
-"""The seeds of the rounding errors."""
 _VARIABLES: Final = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 
 
@@ -108,7 +107,7 @@ class Checker:
     @cached_property
     def with_noise(self) -> list[Callable[..., list[Any]]]:
         """The program with other rounding errors."""
-        return [self._on_mesh(NoisyLowering(self.plan.boxed, self.plan.mesh, seed)) for seed in _SAMPLES]
+        return [self._on_mesh(NoisyLowering(self.plan.boxed, self.plan.mesh, signs)) for signs in _samples()]
 
     def _on_mesh(self, low: Lowering) -> Callable[..., list[Any]]:
         """A program that gives the pieces of all devices side by side, in a new first dimension."""
@@ -130,26 +129,31 @@ class Checker:
     @cached_property
     def replay(self) -> Callable[..., list[Any]]:
         """The pieces of one device, from its arguments and what it has after each border."""
-        return self._on_one_device(None)
+        return jax.jit(partial(self._on_one_device, None))
 
     @cached_property
     def replays_with_noise(self) -> list[Callable[..., list[Any]]]:
-        return list(map(self._on_one_device, _SAMPLES))
+        run = jax.jit(self._on_one_device)
+        return [partial(run, signs) for signs in _samples()]
 
-    def _on_one_device(self, seed: int | None) -> Callable[..., list[Any]]:
+    def _on_one_device(
+        self, signs: Any, at: Mapping[str, Any], pieces: Sequence[Any], given: Sequence[Sequence[Any]]
+    ) -> list[Any]:
         boxed, mesh = self.plan.boxed, self.plan.mesh
+        low = (
+            ReplayingLowering(boxed, mesh, at, given)
+            if signs is None
+            else NoisyReplaying(boxed, mesh, at, given, signs)
+        )
+        low.begin()
+        results = self.executable.local(low, pieces)
+        return [*low.tape, *map(words, results)]
 
-        def run(at: Mapping[str, Any], pieces: Sequence[Any], given: Sequence[Sequence[Any]]) -> list[Any]:
-            low = (
-                ReplayingLowering(boxed, mesh, at, given)
-                if seed is None
-                else NoisyReplaying(boxed, mesh, at, given, seed)
-            )
-            low.begin()
-            results = self.executable.local(low, pieces)
-            return [*low.tape, *map(words, results)]
 
-        return jax.jit(run)
+def _samples() -> list[Any]:
+    """The signs of two computations with other rounding errors."""
+    draw = np.random.default_rng(0)
+    return [jnp.asarray(draw.choice(np.float32([-1, 1]), SIGNS)) for _ in range(2)]
 
 
 class _Check:
