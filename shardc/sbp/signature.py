@@ -218,6 +218,14 @@ class Terms:
     local: Local
 
 
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Dimensions of the operand, and of the result, of a reshape that have the same elements in the same order."""
+
+    operand: tuple[int, ...]
+    result: tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class Rule:
     """How one operation may be placed.
@@ -231,6 +239,8 @@ class Rule:
         split unevenly; operands that are not listed need none.
       granule: factors whose split must fall on a unit: the devices that split them must divide this number
         (reshapes; groups of a convolution).
+      runs: of a reshape, the runs of more than one dimension. Several axes may cut one of them in a chain
+        (`shardc.passes.place.chains`).
       local: the computation of a device on its pieces.
       windows: operands of which a device reads more elements than it holds, or other ones, when their factor is split.
       exchanged: factors whose split makes the pieces exchange arrays, and these arrays.
@@ -251,6 +261,7 @@ class Rule:
     partials: tuple[Partials, ...] = ()
     neutral: Mapping[int, Neutral] = field(default_factory=dict[int, Neutral])
     granule: Mapping[str, int] = field(default_factory=dict[str, int])
+    runs: tuple[Run, ...] = ()
     local: Local = bind_same
     windows: tuple[OperandWindow, ...] = ()
     exchanged: Mapping[str, Exchange] = field(default_factory=dict[str, Exchange])

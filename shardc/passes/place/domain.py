@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from shardc.ir.transfer import FarEnd, far_end, is_transfer
 from shardc.ir.walk import itemsize_of, operation_of, work_dtype
 from shardc.machine.mesh import MeshView
+from shardc.passes.place.chains import Chains, offer_chains
 from shardc.passes.place.problem import Node, Problem, Reader, Value, digits, first_of_alike
 from shardc.passes.place.rings import Rings, offer_rings
 from shardc.passes.place.value_tables import ValueTables
@@ -141,8 +142,21 @@ class Domains(ValueTables):
         best = np.sort(_first(cheapest, [r for r in rows if r is not None]))
         rows = tuple(None if r is None else r[best] for r in rows)
         plain = Domain(options[best], orders[best], seconds[best], tables, rows)
+        if (chains := offer_chains(self, n)) is not None:
+            return self._with_chains(n, plain, chains)
         rings = offer_rings(self, n)
         return plain if rings is None else _with_rings(plain, rings)
+
+    def _with_chains(self, n: Node, d: Domain, c: Chains) -> Domain:
+        """The choices of a reshape, followed by its chains."""
+        seconds = self._seconds(n, c.options, c.orders, {}, d.tables, c.rows)
+        rows = tuple(
+            None if a is None or b is None else np.concatenate([a, b]) for a, b in zip(d.rows, c.rows, strict=True)
+        )
+        return Domain(
+            np.concatenate([d.options, c.options]), np.concatenate([d.orders, c.orders]),
+            np.concatenate([d.seconds, seconds]), d.tables, rows,
+        )  # fmt: skip
 
     def _form(self, n: Node, tables: Sequence[BoxingTable | None]) -> _Form:
         """All choices of a node, as if all sizes were divisible, without duplicates."""
