@@ -108,7 +108,7 @@ class _Known:
 
     def takes(self, arrived: Sequence[Placement | None]) -> bool:
         """Whether arguments that live at `arrived` are those of the plan, or live where it takes them."""
-        each = zip(arrived, self.arguments, self.plan.inputs, strict=False)
+        each = zip(arrived, self.arguments, self.plan.whole_inputs, strict=False)
         return all(now == a.arrival or (a.arrival is None and now == planned) for now, a, planned in each)
 
 

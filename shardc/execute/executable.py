@@ -32,7 +32,7 @@ from shardc.ir.walk import all_eqns
 from shardc.machine.ahead import is_absent
 from shardc.machine.devices import is_remote, processes_of
 from shardc.machine.launch_order import in_launch_order, ordered_devices
-from shardc.machine.mesh import AnyMesh, without_mesh
+from shardc.machine.mesh import AnyMesh, cut_mesh, without_mesh
 from shardc.passes.audit.audit import Audit, audit
 from shardc.passes.audit.hlo_overlap import find_overlaps
 from shardc.passes.audit.hlo_schedule import Scheduled, read_schedule
@@ -121,8 +121,8 @@ class Executable:
         self.plan, self.mesh = plan, mesh
         self.absent = is_absent(mesh)
         self._sizes = plan.mesh.sizes
-        self._inputs = places(plan.program.in_avals, mesh, plan.inputs)
-        self._outputs = places(plan.program.out_avals, mesh, plan.outputs)
+        self._inputs = places(plan.program.in_avals, mesh, plan.whole_inputs)
+        self._outputs = places(plan.program.out_avals, mesh, plan.whole_outputs)
         self._empty_out = [i for i, a in enumerate(plan.program.out_avals) if 0 in a.shape and plan.outputs[i].items_]
         self.in_shardings = _shardings(self._inputs, plan.host_inputs)
         self._out_shardings = _shardings(self._outputs, plan.host_outputs)
@@ -190,7 +190,7 @@ class Executable:
 
         mapped = jax.shard_map(
             made if all_empty else lambda *pieces: local(pieces),
-            mesh=self.mesh,
+            mesh=cut_mesh(self.mesh, plan.mesh),
             in_specs=() if all_empty else tuple(physical_spec(p) for p in plan.inputs),
             out_specs=out_specs,
             check_vma=False,
@@ -237,7 +237,7 @@ class Executable:
     def lives_as_planned(self, i: int, x: Any) -> bool:
         """Whether array `i` has the plan's placement, or none yet."""
         if is_placed(x):
-            return x.placement == self.plan.inputs[i] and x.mesh == self.mesh
+            return x.placement == self._inputs[i].placement and x.mesh == self.mesh
         if not self._inputs[i].is_plain or not getattr(x, "committed", False):
             return True  # the call puts it there
         wanted = self.in_shardings[i]
@@ -263,9 +263,9 @@ class Executable:
         """
         plan = self.plan
         wrong = [
-            f"{path}: planned at {p or 'B'}, but passed as {x.placement if is_placed(x) else x.sharding}; move it with "
+            f"{path}: planned at {place.placement or 'B'}, but passed as {x.placement if is_placed(x) else x.sharding}; move it with "
             "shardc.put"
-            for i, (path, p, x) in enumerate(zip(plan.program.in_paths, plan.inputs, leaves, strict=False))
+            for i, (path, place, x) in enumerate(zip(plan.program.in_paths, self._inputs, leaves, strict=False))
             if not self.lives_as_planned(i, x)
         ]
         if wrong:
@@ -501,7 +501,7 @@ class Executable:
         plan, text, platform = self.plan, self.hlo(), self.mesh.devices.flat[0].platform
         overlaps = () if platform == "cpu" else find_overlaps(plan.overlaps, [text], plan.mesh)
         refused = self._wanted_options if not self.xla_options else {}
-        found = audit(plan.collectives, text, self._sizes, platform=platform)
+        found = audit(plan.collectives, text, self._sizes, platform=platform, whole=plan.mesh.whole_names)
         return replace(found, overlaps=overlaps, options=self.xla_options, refused=refused)
 
     def schedule(self) -> list[Scheduled]:

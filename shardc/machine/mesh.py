@@ -29,6 +29,7 @@ from shardc.machine.topology import (
     AxisSpan,
     DeviceLink,
     Topology,
+    cut_spans,
     default_spans,
     lay_along,
     lay_out,
@@ -55,6 +56,8 @@ class MeshView:
     """The axis of a pipeline's ranks, if this is the mesh of one rank. It occurs in no placement."""
     avoids: frozenset[tuple[str, str]] = frozenset()
     """Kinds of steps, each over an axis, that a plan has only if it must: `shardc.sbp.cost.avoided_cost`."""
+    cuts: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    """The axes of the user's mesh that are cut in sub-axes, and the names of these, the outermost first."""
     sizes: Mapping[str, int] = field(init=False, compare=False, hash=False, repr=False)
     spans: Mapping[str, tuple[AxisSpan, ...]] = field(init=False, compare=False, hash=False, repr=False)
     """The spans of each axis."""
@@ -70,6 +73,46 @@ class MeshView:
     def size(self) -> int:
         return math.prod(n for _, n in self.axes)
 
+    def cut(self, counts: Mapping[str, Sequence[int]]) -> MeshView:
+        """This view with axes cut in sub-axes of so many devices, the outermost first: `data` in `data[0]`, `data[1]`."""
+        axes, cuts, layout = list[tuple[str, int]](), list[tuple[str, tuple[str, ...]]](), dict(self.spans)
+        for axis, n in self.axes:
+            names = tuple(f"{axis}[{k}]" for k in range(len(counts.get(axis, ()))))
+            axes += zip(names, counts[axis], strict=True) if names else [(axis, n)]
+            if names:
+                assert math.prod(counts[axis]) == n, (axis, counts)
+                cuts.append((axis, names))
+                layout |= zip(names, cut_spans(self.spans[axis], counts[axis]), strict=True)
+        parts = dict(cuts)
+        avoids = frozenset((kind, name) for kind, a in self.avoids for name in parts.get(a, (a,)))
+        topology = replace(self.topology, layout=tuple(layout.items()))
+        return replace(self, axes=tuple(axes), topology=topology, avoids=avoids, cuts=tuple(cuts))
+
+    @property
+    def whole_axes(self) -> tuple[tuple[str, int], ...]:
+        """Names and sizes of the user's axes."""
+        whole = {names[0]: (axis, math.prod(self.sizes[a] for a in names)) for axis, names in self.cuts}
+        inner = {a for _, names in self.cuts for a in names[1:]}
+        return tuple(whole.get(a, (a, n)) for a, n in self.axes if a not in inner)
+
+    @property
+    def whole(self) -> MeshView:
+        """The view of the user's mesh, no axis of which is cut."""
+        return replace(self, axes=self.whole_axes, cuts=()) if self.cuts else self
+
+    def whole_names(self, axes: Iterable[str]) -> tuple[str, ...]:
+        """The user's axes that these are, or are sub-axes of."""
+        whole = {a: axis for axis, names in self.cuts for a in names}
+        return tuple(dict.fromkeys(whole.get(a, a) for a in axes))
+
+    def spans_along(self, axes: Sequence[str]) -> tuple[AxisSpan, ...]:
+        """The spans of several axes; all sub-axes of one are that one."""
+        for axis, names in self.cuts:
+            if set(names) <= set(axes):
+                axes = [axis, *(a for a in axes if a not in names)]
+        whole = dict(self.topology.layout) if self.cuts else self.spans
+        return tuple(s for a in axes for s in (self.spans[a] if a in self.spans else whole[a]))
+
     @property
     def idle(self) -> tuple[str, ...]:
         """The axes of one device: they place nothing, and occur in no placement of a plan."""
@@ -78,7 +121,7 @@ class MeshView:
     @property
     def link(self) -> DeviceLink:
         """The link to the next mesh along the axis that this mesh was cut at; for a whole mesh, between neighbours."""
-        cut = [a for a, _ in self.topology.layout if self.sizes.get(a, 1) == 1]
+        cut = [a for a, _ in self.topology.layout if self.sizes.get(a, 1) == 1 and a not in dict(self.cuts)]
         return self.topology.link_along(cut[0]) if cut else self.topology.link
 
     def where_start_is_shared(self, by: int) -> MeshView:
@@ -92,7 +135,7 @@ class MeshView:
         return n < self.size or n <= most or sum(self.sizes[a] > 1 for a in axes) == 1
 
     def __str__(self) -> str:
-        return ", ".join(f"{a}={n}" for a, n in self.axes) + f" on {self.topology.kind}"
+        return ", ".join(f"{a}={n}" for a, n in self.whole_axes) + f" on {self.topology.kind}"
 
 
 @lru_cache(maxsize=1024)
@@ -498,6 +541,13 @@ def auto_mesh(mesh: AnyMesh) -> AnyMesh:
     if isinstance(mesh, Mesh):
         return Mesh(mesh.devices, mesh.axis_names, auto)
     return AbstractMesh(mesh.axis_sizes, mesh.axis_names, auto, abstract_device=mesh.abstract_device)
+
+
+def cut_mesh(mesh: Mesh, view: MeshView) -> Mesh:
+    """The mesh with the axes of a view, some of which may be sub-axes; its devices are those of `mesh`, in its order."""
+    if not view.cuts:
+        return mesh
+    return Mesh(mesh.devices.reshape([n for _, n in view.axes]), tuple(view.sizes), (AxisType.Auto,) * len(view.axes))
 
 
 def without_mesh() -> AbstractContextManager[Any]:

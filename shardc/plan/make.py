@@ -18,6 +18,7 @@ from shardc.passes.place.memory_limit import LimitResult, LimitSearch, Trial
 from shardc.passes.place.place import Placed, Placer
 from shardc.passes.recompute.recompute import RecomputeChoice, RecomputeOptions, recompute_to_fit, recomputed
 from shardc.plan.borders import match_donated, may_replace, problem_of
+from shardc.plan.cut_axes import cut_axes
 from shardc.plan.forbid import avoided_seconds
 from shardc.plan.offload import most_freed, offloaded_within, with_named
 from shardc.plan.plan import SpmdPlan, Unlimited, copied
@@ -30,6 +31,8 @@ from shardc.solver.within_limit import BUDGET, GOOD_ENOUGH, CheapestThatFits
 
 RESIDUALS: Final = "recompute_residuals"
 """The pass that is tried and left out."""
+CUT: Final = "cut_axes"
+"""The pass that is tried on the best plan."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,6 +57,7 @@ class DoesNotFit:
 def make_plan(request: Request) -> SpmdPlan | DoesNotFit:
     """The cheapest plan that was found within the request's limit, of the program and of what rewrites make of it."""
     compared = _or_with_residuals_kept(compare(request, _plan_as_written, lambda p: _cost(p)[0], _is_cheaper))
+    compared = _or_with_axes_cut(compared)
     best, trials = compared.best, compared.trials
     if isinstance(best, DoesNotFit):
         return best
@@ -76,6 +80,19 @@ def _or_with_residuals_kept(compared: Compared[SpmdPlan | DoesNotFit]) -> Compar
     better = _is_cheaper(kept, best)
     trial = RewriteTrial(RESIDUALS, best.seconds, _cost(kept)[0], taken=not better)
     return Compared(request, kept if better else best, (*compared.found, kept), (*compared.trials, trial))
+
+
+def _or_with_axes_cut(compared: Compared[SpmdPlan | DoesNotFit]) -> Compared[SpmdPlan | DoesNotFit]:
+    """The comparison with the plan on a mesh with axes cut in sub-axes, if reshapes of the best one ask for them."""
+    best = compared.best
+    if isinstance(best, DoesNotFit) or not (counts := cut_axes(best)):
+        return compared
+    request = compared.request.cut(counts)
+    cut = _plan_as_written(request, keeps=best.recomputed_for_speed is None)
+    better = _is_cheaper(cut, best)
+    trial = RewriteTrial(CUT, _cost(cut)[0], best.seconds, taken=better)
+    found, trials = (*compared.found, cut), (*compared.trials, trial)
+    return Compared(request, cut, found, trials) if better else Compared(compared.request, best, found, trials)
 
 
 def _is_cheaper(found: SpmdPlan | DoesNotFit, other: SpmdPlan | DoesNotFit) -> bool:

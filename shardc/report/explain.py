@@ -114,7 +114,7 @@ def _cost_words(plan: PlanView) -> list[str]:
 
 
 def _head(plan: PlanView, own: OwnSections) -> Section:
-    axes = " | ".join(" x ".join(f"{a}={n}" for a, n in mesh.axes) for mesh in own.meshes)
+    axes = " | ".join(" x ".join(f"{a}={n}" for a, n in mesh.whole_axes) for mesh in own.meshes)
     first = f"{plan.program.name} on {axes}: {devices_text(plan.mesh.topology, sum(m.size for m in own.meshes))}"
     return Section("\n".join([first, *own.head, *_loops(plan), *own.rewrites, *_scans(plan)]))
 

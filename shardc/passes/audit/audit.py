@@ -121,7 +121,10 @@ class Audit:
         return f"Audit({first.removeprefix('audit').removeprefix(': ').strip()})"
 
 
-def audit(planned: Sequence[Collective], hlo: str, axes: Mapping[str, int], platform: str = "cpu") -> Audit:
+def audit(
+    planned: Sequence[Collective], hlo: str, axes: Mapping[str, int], platform: str = "cpu",
+    whole: Callable[[Iterable[str]], tuple[str, ...]] = tuple,
+) -> Audit:  # fmt: skip
     """Compares planned collectives with those of a compiled program.
 
     Args:
@@ -129,6 +132,7 @@ def audit(planned: Sequence[Collective], hlo: str, axes: Mapping[str, int], plat
       hlo: text of the optimized module, `compiled.as_text()`.
       axes: mesh axes and their sizes, in mesh order.
       platform: of the text. On "cpu" nothing may be added; on others the backend's known rewrites may.
+      whole: the user's axes of some that may be sub-axes, for `FoundCollective.crosses`.
     """
     exact = platform == "cpu"
     plans = [_planned_lot(c, axes) for c in planned if c.bytes and c.is_known]
@@ -138,6 +142,7 @@ def audit(planned: Sequence[Collective], hlo: str, axes: Mapping[str, int], plat
     for op in parse_collectives(hlo):
         for tensor in op.tensors:
             record, padding = _found(op, tensor, axes, exact)
+            record = replace(record, crosses=whole(record.crosses))
             if op.added and not exact:
                 added.append(record)
                 continue

@@ -57,6 +57,7 @@ from shardc.sbp.piece import internal_steps, sent_cost
 from shardc.sbp.placement import REPLICATED, AxisSizes, Placement
 from shardc.sbp.ring import Ring, ring_of, ring_price
 from shardc.sbp.signature import Rule, Setting, find_rule, gathered, has_rule, shared_by
+from shardc.sbp.sub_axes import in_whole_axes
 
 
 @dataclass(frozen=True)
@@ -609,12 +610,13 @@ def _moves(eqn: Eqn, boxing: Boxing, mesh: MeshView) -> Moves:
     aval, src, dst = eqn.invars[0].aval, eqn.params["src"], eqn.params["dst"]
     seconds: dict[CollectiveKind, float] = {}
     found: list[Collective] = []
+    said = [str(in_whole_axes(p, mesh)) for p in (src, dst)]
     for step, price in zip(boxing.steps, boxing.prices, strict=True):
         if step.is_collective and price.bytes:  # an empty value is not sent
             kind = cast(CollectiveKind, step.kind)
             alone = (price.wire + group_of(mesh, step.axes).latency[kind]) / FEMTO
             seconds[kind] = seconds.get(kind, 0.0) + alone
-            found.append(Collective(kind, step.axes, price.bytes, 1, "", short_aval(aval), str(src), str(dst)))
+            found.append(Collective(kind, step.axes, price.bytes, 1, "", short_aval(aval), *said))
     return Moves(found, seconds)
 
 
@@ -635,7 +637,7 @@ def _inside(rule: Rule, setting: Setting, mesh: MeshView) -> Moves:
                     1,
                     "",
                     compat.short_text(s.shape, s.dtype),
-                    f"{op.name}'s pieces" if s.operand is None else str(operands[s.operand]),
+                    f"{op.name}'s pieces" if s.operand is None else str(in_whole_axes(operands[s.operand], mesh)),
                     "one another" if s.operand is None else f"{op.name}'s window",
                 )
             )

@@ -28,6 +28,7 @@ from shardc.sbp.cost import FEMTO, HIDING, LIGHT, avoided_cost, element_seconds,
 from shardc.sbp.piece import internal_steps, sent_cost
 from shardc.sbp.placement import P, Placement, ReduceOp, S, is_even
 from shardc.sbp.signature import Setting
+from shardc.sbp.sub_axes import is_whole
 from shardc.solver.cost_tables import Given, Lookup, whole
 
 GROWTH_PENALTY: Final = 1e3
@@ -134,6 +135,11 @@ class Domains(ValueTables):
             for value, table, row in zip((*n.operands, *n.results), tables, form.rows, strict=True):
                 if value is not None and table is not None and row is not None:
                     allowed &= self._plain(n, value, table)[row]
+        if self.view.cuts and n.kind in ("source", "sink"):
+            for value, table, row in zip((*n.operands, *n.results), tables, form.rows, strict=True):
+                if value is not None and table is not None and row is not None:
+                    whole = [is_whole(p, value.shape, self.view) for p in table.index]
+                    allowed &= np.asarray(whole, np.bool_)[row]
         if not allowed.all():
             form = form.of(np.flatnonzero(allowed))
         options, orders, rows = form.options, form.orders, form.rows

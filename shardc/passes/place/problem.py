@@ -32,6 +32,7 @@ from shardc.passes.estimate.traffic import PARTLY_READ, UPDATED_OPERAND, joined
 from shardc.sbp import rules as _rules
 from shardc.sbp.placement import SBP, B, P, Pin, Placement, ReduceOp, S
 from shardc.sbp.signature import Operation, Rule, Signature, find_rule, gathered, signatures
+from shardc.sbp.sub_axes import pin_in_sub_axes
 from shardc.solver.kernels.numpy_kernels import kinds
 
 del _rules  # importing it has registered its rules
@@ -247,8 +248,8 @@ class Carried:
 class Builder:
     """The walk over a canonical program that builds its problem."""
 
-    def __init__(self, idle: Sequence[str]) -> None:
-        self.idle = idle
+    def __init__(self, mesh: MeshView | None) -> None:
+        self.mesh, self.idle = mesh, () if mesh is None else mesh.idle
         self.nodes: list[Node] = []
         self.values: dict[Var, Value] = {}
         self._offered: dict[Hashable, _Offered] = {}
@@ -269,6 +270,7 @@ class Builder:
         """A node with one sbp for all ports and no cost of its own. `outs`: aval and weight of each result."""
         aval, op = carried.aval, carried.op
         pin = None if carried.pin is None else carried.pin.without(self.idle)
+        pin = pin if pin is None or self.mesh is None else pin_in_sub_axes(pin, self.mesh)
         pinned = tuple(pin.placement.splits) if pin is not None else ()
         ports = ((carried.shift_in,) * len(operands), (carried.shift_out,) * len(outs))
         options = _same(*ports, tuple(aval.shape), _summable(aval.dtype, op), op, pinned)
@@ -471,13 +473,13 @@ def build_problem(
     outputs: Sequence[Requirement],
     in_paths: Sequence[str],
     out_paths: Sequence[str],
-    idle: Sequence[str] = (),
+    mesh: MeshView | None = None,
 ) -> Problem:
     """The problem of a canonical jaxpr under requirements on its arguments and results.
 
-    Every pin and every user's shard_map becomes a node here, and loses the mesh's `idle` axes.
+    Every pin and every user's shard_map becomes a node here, and loses the mesh's idle axes; pins are of its sub-axes.
     """
-    b = Builder(idle)
+    b = Builder(mesh)
     sources: list[Node] = []
     for var, asked, path in zip(jaxpr.invars, inputs, in_paths, strict=True):
         node = b.carrier("source", Carried(var.aval, pin=asked.pin), [None], [(var.aval, 1.0)])

@@ -60,7 +60,10 @@ class ValueTables:
         self.problem, self.mesh, self.axes = problem, mesh, tuple(axes)
         self.sizes = [mesh.sizes[a] for a in self.axes]
         self.all_orders = _permutations(len(self.axes))
-        self.view = MeshView(tuple(zip(self.axes, self.sizes, strict=True)), mesh.topology, avoids=mesh.avoids)
+        cuts = tuple(cut for cut in mesh.cuts if set(cut[1]) <= set(self.axes))
+        self.view = MeshView(
+            tuple(zip(self.axes, self.sizes, strict=True)), mesh.topology, avoids=mesh.avoids, cuts=cuts
+        )
         self._tables: dict[tuple[int, ReduceOp, bool], tuple[BoxingTable, Any]] = {}  # by id of avals, kept alive
 
     def table(self, value: Value) -> BoxingTable:
