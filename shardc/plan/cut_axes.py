@@ -1,10 +1,12 @@
-"""Axes that are to be cut in sub-axes: where a program reshapes a dimension to one that is shorter than an axis.
+"""Axes that are to be cut in sub-axes: where a program reshapes a dimension to one that is shorter than an axis, and
+where two axes of unequal sizes change what they split.
 
     f32[64,d] at {data: S(0)} on data=8 --> reshape f32[4,16,d] at {data[0]: S(0), data[1]: S(1)} on data[0]=4, data[1]=2
+    f32[8,8] at {a: S(0), b: S(1)} on a=4, b=2 --> {b: S(0), a: S(1)}: all of `a` goes, or its inner half and a permute
 
 Four groups of rows on eight devices: no placement on `data` alone keeps each device's rows where they are. As a cut
 mesh has more axes, and a plan on it takes longer, it is planned only where the plan without it moves something over the
-axis, and does not split a reshape along it; and kept only if it is cheaper (`shardc.plan.make`).
+axis, and does not split a reshape along it, or boxes so; and it is kept only if it is cheaper (`shardc.plan.make`).
 """
 
 from __future__ import annotations
@@ -15,12 +17,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 from shardc.compat import Eqn
+from shardc.ir.box import box_p
 from shardc.ir.constrain import pin_of
 from shardc.ir.user_shard_map import is_unit
 from shardc.ir.walk import all_eqns, operation_of
 from shardc.machine.mesh import MeshView
 from shardc.plan.plan import SpmdPlan
-from shardc.sbp.placement import REPLICATED, Placement
+from shardc.sbp.placement import REPLICATED, Placement, S
 from shardc.sbp.signature import find_rule
 from shardc.sbp.sub_axes import keeps_pieces
 
@@ -40,7 +43,7 @@ def cut_axes(plan: SpmdPlan) -> Mapping[str, tuple[int, ...]]:
     found: dict[str, tuple[int, ...]] = {}
     free = MOST_AXES - sum(n > 1 for _, n in mesh.axes)
     for axis in sorted(moved, key=lambda a: -moved[a]):
-        sizes = {s for e in eqns if e.primitive.name == "reshape" for s in _asked(plan, e, axis)}
+        sizes = {s for e in eqns for s in _asked(plan, e, axis)}
         if free > 0 and sizes:
             counts = _in_chain(mesh.sizes[axis], sizes, free)
             if _may_be_cut(plan, mesh.cut({axis: counts}), eqns):
@@ -50,6 +53,22 @@ def cut_axes(plan: SpmdPlan) -> Mapping[str, tuple[int, ...]]:
 
 
 def _asked(plan: SpmdPlan, eqn: Eqn, axis: str) -> Iterator[int]:
+    """The devices of an outer sub-axis with which an equation could do better."""
+    if eqn.primitive.name == "reshape":
+        yield from _by_reshape(plan, eqn, axis)
+    elif eqn.primitive is box_p:
+        yield from _by_boxing(plan.mesh, eqn.params["src"], eqn.params["dst"], axis)
+
+
+def _by_boxing(mesh: MeshView, src: Placement, dst: Placement, axis: str) -> Iterator[int]:
+    """The devices of another axis, fewer, if both change what they split: a part of the longer one can take the place of
+    the shorter one."""
+    changed = [a for a in mesh.sizes if src[a] != dst[a] and any(isinstance(s, S) for s in (src[a], dst[a]))]
+    if axis in changed:
+        yield from (k for a in changed if 1 < (k := mesh.sizes[a]) < mesh.sizes[axis] and mesh.sizes[axis] % k == 0)
+
+
+def _by_reshape(plan: SpmdPlan, eqn: Eqn, axis: str) -> Iterator[int]:
     """The devices of an outer sub-axis with which a reshape could be split along an axis that does not split it."""
     mesh, at = plan.mesh, plan.boxed.placements
     n, op = mesh.sizes[axis], operation_of(eqn)

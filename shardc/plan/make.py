@@ -87,7 +87,7 @@ def _or_with_axes_cut(compared: Compared[SpmdPlan | DoesNotFit]) -> Compared[Spm
     best = compared.best
     if isinstance(best, DoesNotFit) or not (counts := cut_axes(best)):
         return compared
-    request = compared.request.cut(counts)
+    request = replace(compared.request, mesh=compared.request.mesh.cut(counts))
     cut = _plan_as_written(request, keeps=best.recomputed_for_speed is None)
     better = _is_cheaper(cut, best)
     trial = RewriteTrial(CUT, _cost(cut)[0], best.seconds, taken=better)

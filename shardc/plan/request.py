@@ -17,7 +17,6 @@ from shardc.ir.walk import renamed, with_atoms
 from shardc.machine.mesh import MeshView
 from shardc.passes import Context
 from shardc.sbp.placement import Pin, Placement
-from shardc.sbp.sub_axes import in_sub_axes, pin_in_sub_axes
 
 Offload: TypeAlias = Literal["never", "auto"] | tuple[str, ...]
 """The choice of `offload=`: nothing, what is needed to fit, or arguments by patterns of their paths."""
@@ -95,7 +94,8 @@ class ArgumentsTree:
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """A request for the plan of one program. Its pins lose the mesh's idle axes.
+    """A request for the plan of one program. Its pins lose the mesh's idle axes; they are of the user's axes, also where
+    the mesh has sub-axes of them.
 
     Attributes:
       program: what is to be placed.
@@ -145,17 +145,6 @@ class Request:
         entries = [compat.new_eqn([v], [inside], constrain_p, {"pin": pins[v]}, None) for v, inside in moved.items()]
         body = [with_atoms(e, moved) for e in jaxpr.eqns]
         return compat.new_jaxpr(jaxpr.invars, renamed(jaxpr.outvars, moved), [*entries, *body], jaxpr)
-
-    def cut(self, counts: Mapping[str, Sequence[int]]) -> Request:
-        """This request on the mesh with axes cut in sub-axes of so many devices (`MeshView.cut`)."""
-        mesh = self.mesh.cut(counts)
-
-        def cut(a: Argument) -> Argument:
-            pin, arrival = a.pin and pin_in_sub_axes(a.pin, mesh), a.arrival
-            return replace(a, pin=pin, arrival=None if arrival is None else in_sub_axes(arrival, mesh))
-
-        results = [pin and pin_in_sub_axes(pin, mesh) for pin in self.results]
-        return replace(self, mesh=mesh, arguments=tuple(map(cut, self.arguments)), results=tuple(results))
 
     def __post_init__(self) -> None:
         if idle := self.mesh.idle:
