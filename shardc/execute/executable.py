@@ -263,8 +263,8 @@ class Executable:
         """
         plan = self.plan
         wrong = [
-            f"{path}: planned at {place.placement or 'B'}, but passed as {x.placement if is_placed(x) else x.sharding}; move it with "
-            "shardc.put"
+            f"{path}: planned at {place.at or 'B'}, but passed as {x.placement if is_placed(x) else x.sharding}; move "
+            "it with shardc.put"
             for i, (path, place, x) in enumerate(zip(plan.program.in_paths, self._inputs, leaves, strict=False))
             if not self.lives_as_planned(i, x)
         ]
@@ -501,7 +501,7 @@ class Executable:
         plan, text, platform = self.plan, self.hlo(), self.mesh.devices.flat[0].platform
         overlaps = () if platform == "cpu" else find_overlaps(plan.overlaps, [text], plan.mesh)
         refused = self._wanted_options if not self.xla_options else {}
-        found = audit(plan.collectives, text, self._sizes, platform=platform, whole=plan.mesh.whole_names)
+        found = audit(plan.collectives, text, self._sizes, platform=platform, cuts=plan.mesh.cuts)
         return replace(found, overlaps=overlaps, options=self.xla_options, refused=refused)
 
     def schedule(self) -> list[Scheduled]:

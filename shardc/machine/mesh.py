@@ -74,7 +74,7 @@ class MeshView:
         return math.prod(n for _, n in self.axes)
 
     def cut(self, counts: Mapping[str, Sequence[int]]) -> MeshView:
-        """This view with axes cut in sub-axes of so many devices, the outermost first: `data` in `data[0]`, `data[1]`."""
+        """This view with axes cut in sub-axes of so many devices, the outermost first: `data` in `data[0]`, ..."""
         axes, cuts, layout = list[tuple[str, int]](), list[tuple[str, tuple[str, ...]]](), dict(self.spans)
         for axis, n in self.axes:
             names = tuple(f"{axis}[{k}]" for k in range(len(counts.get(axis, ()))))
@@ -84,7 +84,7 @@ class MeshView:
                 cuts.append((axis, names))
                 layout |= zip(names, cut_spans(self.spans[axis], counts[axis]), strict=True)
         parts = dict(cuts)
-        avoids = frozenset((kind, name) for kind, a in self.avoids for name in parts.get(a, (a,)))
+        avoids = self.avoids | {(kind, name) for kind, a in self.avoids for name in parts.get(a, ())}
         topology = replace(self.topology, layout=tuple(layout.items()))
         return replace(self, axes=tuple(axes), topology=topology, avoids=avoids, cuts=tuple(cuts))
 
@@ -105,13 +105,19 @@ class MeshView:
         whole = {a: axis for axis, names in self.cuts for a in names}
         return tuple(dict.fromkeys(whole.get(a, a) for a in axes))
 
+    def joined(self, axes: Sequence[str]) -> tuple[str, ...]:
+        """The axes of a collective, a whole axis in place of all of its sub-axes."""
+        found = list(axes)
+        for axis, names in self.cuts:
+            if set(names) <= set(found):
+                found[found.index(names[0])] = axis
+                found = [a for a in found if a not in names]
+        return tuple(found)
+
     def spans_along(self, axes: Sequence[str]) -> tuple[AxisSpan, ...]:
         """The spans of several axes; all sub-axes of one are that one."""
-        for axis, names in self.cuts:
-            if set(names) <= set(axes):
-                axes = [axis, *(a for a in axes if a not in names)]
-        whole = dict(self.topology.layout) if self.cuts else self.spans
-        return tuple(s for a in axes for s in (self.spans[a] if a in self.spans else whole[a]))
+        spans = dict(self.topology.layout) if self.cuts else self.spans
+        return tuple(s for a in self.joined(axes) for s in spans.get(a, ()))
 
     @property
     def idle(self) -> tuple[str, ...]:
@@ -544,7 +550,7 @@ def auto_mesh(mesh: AnyMesh) -> AnyMesh:
 
 
 def cut_mesh(mesh: Mesh, view: MeshView) -> Mesh:
-    """The mesh with the axes of a view, some of which may be sub-axes; its devices are those of `mesh`, in its order."""
+    """The mesh with the axes of a view, some of which may be sub-axes, over the devices of `mesh` in its order."""
     if not view.cuts:
         return mesh
     return Mesh(mesh.devices.reshape([n for _, n in view.axes]), tuple(view.sizes), (AxisType.Auto,) * len(view.axes))

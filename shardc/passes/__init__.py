@@ -284,6 +284,14 @@ PASSES: Final[tuple[Pass, ...]] = (
         function="recompute_again",
     ),
     Pass(
+        "cut_axes",
+        "shardc.plan.cut_axes",
+        "a plan",
+        "a mesh with sub-axes",
+        "reshape f32[64] --> f32[4,16] on data=8 --> the same on data[0]=4, data[1]=2",
+        of="one program",
+    ),
+    Pass(
         "insert_boxing",
         "shardc.passes.place.insert_boxing",
         "program, a placement for each value",

@@ -1,7 +1,7 @@
 """Axes that are to be cut in sub-axes: where a program reshapes a dimension to one that is shorter than an axis, and
 where two axes of unequal sizes change what they split.
 
-    f32[64,d] at {data: S(0)} on data=8 --> reshape f32[4,16,d] at {data[0]: S(0), data[1]: S(1)} on data[0]=4, data[1]=2
+    reshape f32[64,d] at {data: S(0)} on data=8 --> f32[4,16,d] at {data[0]: S(0), data[1]: S(1)}, sizes 4 and 2
     f32[8,8] at {a: S(0), b: S(1)} on a=4, b=2 --> {b: S(0), a: S(1)}: all of `a` goes, or its inner half and a permute
 
 Four groups of rows on eight devices: no placement on `data` alone keeps each device's rows where they are. As a cut
@@ -61,8 +61,7 @@ def _asked(plan: SpmdPlan, eqn: Eqn, axis: str) -> Iterator[int]:
 
 
 def _by_boxing(mesh: MeshView, src: Placement, dst: Placement, axis: str) -> Iterator[int]:
-    """The devices of another axis, fewer, if both change what they split: a part of the longer one can take the place of
-    the shorter one."""
+    """The devices of a shorter axis, if both change what they split: a part of the longer one can take its place."""
     changed = [a for a in mesh.sizes if src[a] != dst[a] and any(isinstance(s, S) for s in (src[a], dst[a]))]
     if axis in changed:
         yield from (k for a in changed if 1 < (k := mesh.sizes[a]) < mesh.sizes[axis] and mesh.sizes[axis] % k == 0)

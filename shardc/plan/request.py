@@ -94,7 +94,7 @@ class ArgumentsTree:
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """A request for the plan of one program. Its pins lose the mesh's idle axes; they are of the user's axes, also where
+    """A request for the plan of one program. Its pins lose the mesh's idle axes; they name the user's axes, also where
     the mesh has sub-axes of them.
 
     Attributes:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, lru_cache, partial
 from os import PathLike, fspath
 from pathlib import Path
@@ -25,6 +25,7 @@ from shardc.plan.plan import SpmdPlan
 from shardc.plan.rewrites import rewrites_of
 from shardc.plan.rows import Row, placement_word, rows_of
 from shardc.sbp.placement import REPLICATED, Placement
+from shardc.sbp.sub_axes import in_whole_axes
 from shardc.typed_json import parsed, typed
 
 FORMAT: Final = 2
@@ -61,6 +62,7 @@ class SavedPlan:
       rows: of the operations (`shardc.plan.rows`); None if the borders alone were saved, as of a pipeline.
       name: the file's, or the function's.
       offloaded: the values that live on the host (`Offloaded.names`).
+      cuts: the devices of the sub-axes of each axis that is cut, `{"data": [4, 2]}`; rows name these.
     """
 
     function: str
@@ -80,6 +82,7 @@ class SavedPlan:
     rows: Sequence[Row] | None
     name: str
     offloaded: Sequence[str] = ()
+    cuts: Mapping[str, Sequence[int]] = field(default_factory=dict[str, "Sequence[int]"])
 
     @cached_property
     def in_placements(self) -> dict[str, Any]:
@@ -108,14 +111,17 @@ def record(plan: SpmdPlan) -> SavedPlan:
     jaxpr, placements = plan.all_on_device.jaxpr, plan.all_on_device.placements
     entries = [e for e in jaxpr.eqns if e.primitive is constrain_p][: sum(a.moves for a in plan.arguments)]
     entered = zip((i for i, a in enumerate(plan.arguments) if a.moves), entries, strict=True)
+    mesh = plan.mesh
     inputs = dict(enumerate(plan.inputs)) | {i: placements[e.outvars[0]] for i, e in entered}
-    borders = record_borders(plan.program, plan.mesh, list(inputs.values()), plan.outputs, plan.seconds, plan.gap)
+    whole = [in_whole_axes(p, mesh) for p in inputs.values()]
+    borders = record_borders(plan.program, mesh, whole, plan.whole_outputs, plan.seconds, plan.gap)
     pins = zip(borders.arguments, plan.arguments, strict=False)
     return replace(
         borders, pinned=tuple(path for path, a in pins if a.pin is not None) if borders.rewrites else (),
         recomputed=plan.recomputed.names if plan.recomputed else (),
         recomputed_for_speed=plan.recomputed_for_speed.names if plan.recomputed_for_speed else (),
         offloaded=plan.offloaded.names if plan.offloaded else (),
+        cuts={axis: tuple(mesh.sizes[a] for a in names) for axis, names in mesh.cuts},
         rows=tuple(rows_of(jaxpr.eqns, jaxpr.outvars, placements)[len(entries) :]),
     )  # fmt: skip
 
@@ -129,7 +135,7 @@ def record_borders(
     results = [SavedLeaf(short_aval(a), p) for a, p in zip(program.out_avals, outputs, strict=True)]
     given = len(leaves) - len(program.captured)
     return SavedPlan(
-        program.name, dict(mesh.sizes), seconds, gap,
+        program.name, dict(mesh.whole_axes), seconds, gap,
         dict(zip(program.in_paths[:given], leaves[:given], strict=True)), tuple(leaves[given:]),
         dict(zip(program.out_paths, results, strict=True)), digests(program.jaxpr), (), (), rewrites_of(program), (),
         program.shared, program.scans, None, program.name,
@@ -144,8 +150,9 @@ _text: Final = partial(json.dumps, ensure_ascii=False, default=placement_word)
 def to_json(saved: SavedPlan) -> str:
     """The text of a file: the attributes in their order, a leaf or an operation to a line."""
     data = {f.name: getattr(saved, f.name) for f in fields(saved) if f.name != "name"}
-    if not saved.offloaded:
-        del data["offloaded"]  # files of plans without them are as they always were
+    for name in ("offloaded", "cuts"):
+        if not data[name]:
+            del data[name]  # files of plans without them are as they always were
     return "{\n" + ",\n".join(f' "{k}": {_lines(v)}' for k, v in {"shardc plan": FORMAT, **data}.items()) + "\n}\n"
 
 
@@ -170,7 +177,8 @@ def from_json(text: str, name: str) -> SavedPlan:
             raise ValueError('it has no "shardc plan"')
         made = data.pop("shardc plan")
         if made == FORMAT:
-            data = {"offloaded": [], "recomputed_for_speed": data.pop("cheaper", []), **data}  # its name was `cheaper`
+            cheaper = data.pop("cheaper", [])  # the name that `recomputed_for_speed` had
+            data = {"offloaded": [], "cuts": {}, "recomputed_for_speed": cheaper, **data}
             return typed(SavedPlan, {**data, "name": name}, {Placement: _placement})
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         why = f"it has no {error}" if isinstance(error, KeyError) else error

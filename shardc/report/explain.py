@@ -103,11 +103,19 @@ def sections_of(plan: PlanView, width: int | None = None) -> list[Section]:
 
 
 def _cost_words(plan: PlanView) -> list[str]:
-    """The proof of a plan of one program."""
+    """The words of a plan of one program alone: its sub-axes, and its proof."""
     if isinstance(plan, MpmdPlan):
         return []
     text = compared_text(plan)
-    return [f"{BOUND} {text[0].upper()}{text[1:]}."]
+    return [*_cut_words(plan), f"{BOUND} {text[0].upper()}{text[1:]}."]
+
+
+def _cut_words(plan: SpmdPlan) -> Iterator[str]:
+    """A line about axes that are cut in sub-axes."""
+    sizes = plan.mesh.sizes
+    cuts = [f"{axis} is {' x '.join(f'{a}={sizes[a]}' for a in names)}" for axis, names in plan.mesh.cuts]
+    if cuts:
+        yield f"Axes in parts (sub-axes), the outermost first: {'; '.join(cuts)}; an axis stands for all its parts."
 
 
 # -- head

@@ -57,13 +57,3 @@ def keeps_pieces(p: Placement, shape: Sequence[int], mesh: MeshView) -> bool:
         if any(a in cut and block % sizes[a] for a, block in zip(axes, blocks, strict=False)):
             return False
     return True
-
-
-def axes_text(axes: Sequence[str], mesh: MeshView) -> str:
-    """The names of the axes of a collective; all sub-axes of one are that one."""
-    found = list(axes)
-    for axis, names in mesh.cuts:
-        if set(names) <= set(found):
-            found[found.index(names[0])] = axis
-            found = [a for a in found if a not in names]
-    return ", ".join(found)

@@ -616,7 +616,7 @@ def _moves(eqn: Eqn, boxing: Boxing, mesh: MeshView) -> Moves:
             kind = cast(CollectiveKind, step.kind)
             alone = (price.wire + group_of(mesh, step.axes).latency[kind]) / FEMTO
             seconds[kind] = seconds.get(kind, 0.0) + alone
-            found.append(Collective(kind, step.axes, price.bytes, 1, "", short_aval(aval), *said))
+            found.append(Collective(kind, mesh.joined(step.axes), price.bytes, 1, "", short_aval(aval), *said))
     return Moves(found, seconds)
 
 
@@ -632,7 +632,7 @@ def _inside(rule: Rule, setting: Setting, mesh: MeshView) -> Moves:
             found.append(
                 Collective(
                     s.kind,
-                    s.axes,
+                    mesh.joined(s.axes),
                     cost.bytes,
                     1,
                     "",

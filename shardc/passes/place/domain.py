@@ -131,15 +131,10 @@ class Domains(ValueTables):
         for factor, granule in (n.rule.granule if n.rule else {}).items():
             if granule and factor in form.splits:
                 allowed &= granule % form.splits[factor] == 0
-        if n.plain:
+        if n.plain or n.kind in ("source", "sink"):
             for value, table, row in zip((*n.operands, *n.results), tables, form.rows, strict=True):
                 if value is not None and table is not None and row is not None:
-                    allowed &= self._plain(n, value, table)[row]
-        if self.view.cuts and n.kind in ("source", "sink"):
-            for value, table, row in zip((*n.operands, *n.results), tables, form.rows, strict=True):
-                if value is not None and table is not None and row is not None:
-                    whole = [is_whole(p, value.shape, self.view) for p in table.index]
-                    allowed &= np.asarray(whole, np.bool_)[row]
+                    allowed &= self._at_border(n, value, table)[row]
         if not allowed.all():
             form = form.of(np.flatnonzero(allowed))
         options, orders, rows = form.options, form.orders, form.rows
@@ -210,11 +205,16 @@ class Domains(ValueTables):
                 found.append(self.rows_of(value, columns[options, i], orders))
         return tuple(found)
 
-    def _plain(self, n: Node, value: Value, table: BoxingTable) -> NDArray[np.bool_]:
-        """For each row of a value's table, whether a jax.Array, or a PlacedArray that is split, can have this
-        placement."""
-        fits = [not p.partial_axes and (n.uneven or is_even(value.shape, p, self.view.sizes)) for p in table.index]
-        return np.asarray(fits, np.bool_)
+    def _at_border(self, n: Node, value: Value, table: BoxingTable) -> NDArray[np.bool_]:
+        """For each row of the table of an argument's or result's value, whether it can have this placement: one on the
+        user's mesh, and if the node is plain one of a jax.Array, or of a PlacedArray that is split."""
+        found = np.ones(len(table.index), np.bool_)
+        if n.plain:
+            sizes = self.view.sizes
+            found &= [not p.partial_axes and (n.uneven or is_even(value.shape, p, sizes)) for p in table.index]
+        if self.view.cuts:
+            found &= [is_whole(p, value.shape, self.view) for p in table.index]
+        return found
 
     def _seconds(
         self, n: Node, options: NDArray[np.int64], orders: NDArray[np.intp], splits: dict[str, NDArray[np.int64]],
