@@ -40,13 +40,13 @@ def halves(x):
 ROWS = {"a": S(0)}
 BOTH = {"a": S(0), "b": S(0)}
 PROGRAMS = [
-    (groups, (64, 16), dict(a=8), ROWS, ROWS, 0),
-    (groups, (64, 16), dict(a=2, b=4), BOTH, BOTH, 0),
-    (gate, (1024,), dict(a=8), ROWS, ROWS, 512),  # the local half, of 128 numbers, sent once
-    (gate, (1024,), dict(a=4, b=2), BOTH, BOTH, 512),
-    (repeated_heads, (4, 8, 16), dict(a=8), {"a": S(1)}, {"a": S(1)}, 384),
-    (repeated_heads, (4, 8, 16), dict(a=2, b=4), {"a": S(1), "b": S(1)}, {"a": S(1), "b": S(1)}, 384),
-    (halves, (64, 16), dict(a=8), ROWS, {}, None),
+    (groups, (64, 16), {"a": 8}, ROWS, ROWS, 0),
+    (groups, (64, 16), {"a": 2, "b": 4}, BOTH, BOTH, 0),
+    (gate, (1024,), {"a": 8}, ROWS, ROWS, 512),  # the local half, of 128 numbers, sent once
+    (gate, (1024,), {"a": 4, "b": 2}, BOTH, BOTH, 512),
+    (repeated_heads, (4, 8, 16), {"a": 8}, {"a": S(1)}, {"a": S(1)}, 384),
+    (repeated_heads, (4, 8, 16), {"a": 2, "b": 4}, {"a": S(1), "b": S(1)}, {"a": S(1), "b": S(1)}, 384),
+    (halves, (64, 16), {"a": 8}, ROWS, {}, None),
 ]  # fmt: skip
 
 
@@ -74,7 +74,7 @@ def test_gradients_are_those_of_one_device(fn, shape, axes, pin, out, most):
 
 
 def test_borders_are_those_of_the_users_mesh():
-    f = made(groups, dict(data=8), {"data": S(0)}, shardc.AUTO)
+    f = made(groups, {"data": 8}, {"data": S(0)}, shardc.AUTO)
     x = RNG.normal(size=(64, 16)).astype("float32")
     plan, y = f.plan(x), f(x)
     assert plan.mesh.cuts == (("data", ("data[0]", "data[1]")),)
@@ -109,7 +109,7 @@ def test_pins_inside_keep_their_meaning():
     def fn(x):
         return shardc.constrain(gate(shardc.constrain(gate(x), {"data": S(0)})), {})
 
-    f = made(fn, dict(data=8), {"data": S(0)}, {})
+    f = made(fn, {"data": 8}, {"data": S(0)}, {})
     plan = f.plan(x)
     assert plan.mesh.cuts and ("data",) in {c.axes for c in plan.collectives}
     assert f.compile(x).audit().ok
@@ -119,17 +119,17 @@ def test_pins_inside_keep_their_meaning():
 def test_what_is_forbidden_on_an_axis_is_so_on_its_parts():
     x = RNG.normal(size=(1024,)).astype("float32")
     with pytest.raises(ForbiddenMoveError, match=r"over data\[1\]"):
-        made(gate, dict(data=8), {"data": S(0)}, {"data": S(0)}, forbid="data")(x)
-    f = made(groups, dict(data=8), {"data": S(0)}, {"data": S(0)}, forbid="data")
+        made(gate, {"data": 8}, {"data": S(0)}, {"data": S(0)}, forbid="data")(x)
+    f = made(groups, {"data": 8}, {"data": S(0)}, {"data": S(0)}, forbid="data")
     x = RNG.normal(size=(64, 16)).astype("float32")
     np.testing.assert_allclose(f(x), groups(x), rtol=1e-5)
 
 
 def test_a_saved_plan_keeps_its_sub_axes(tmp_path):
-    f = made(groups, dict(data=8), {"data": S(0)}, {"data": S(0)})
+    f = made(groups, {"data": 8}, {"data": S(0)}, {"data": S(0)})
     x = RNG.normal(size=(64, 16)).astype("float32")
     f.plan(x).save(tmp_path / "plan.json")
-    again = made(groups, dict(data=8), {"data": S(0)}, {"data": S(0)}, plan=str(tmp_path / "plan.json"))
+    again = made(groups, {"data": 8}, {"data": S(0)}, {"data": S(0)}, plan=str(tmp_path / "plan.json"))
     assert again.plan(x).mesh.cuts == f.plan(x).mesh.cuts
     assert not again.plan(x).bytes_per_device
     np.testing.assert_allclose(again(x), groups(x), rtol=1e-5)
@@ -138,7 +138,7 @@ def test_a_saved_plan_keeps_its_sub_axes(tmp_path):
 
 
 def test_a_user_reads_the_names_of_the_axes():
-    f = made(gate, dict(data=8), {"data": S(0)}, {"data": S(0)})
+    f = made(gate, {"data": 8}, {"data": S(0)}, {"data": S(0)})
     text = f.plan(np.zeros(1024, "float32")).explain()
     assert "<lambda>" not in text and "gate on data=8: 8 cpu devices" in text
     assert "Axes in parts (sub-axes), the outermost first: data is data[0]=2 x data[1]=2 x data[2]=2" in text
@@ -146,5 +146,5 @@ def test_a_user_reads_the_names_of_the_axes():
 
 
 def test_a_program_that_asks_for_none_is_not_planned_again():
-    plan = made(lambda x: x.reshape(8, -1).sum(0), dict(a=8), ROWS, {}).plan(np.zeros((64, 4), "float32"))
+    plan = made(lambda x: x.reshape(8, -1).sum(0), {"a": 8}, ROWS, {}).plan(np.zeros((64, 4), "float32"))
     assert plan.collectives and not plan.trials
