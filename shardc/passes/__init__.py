@@ -285,7 +285,7 @@ PASSES: Final[tuple[Pass, ...]] = (
     ),
     Pass(
         "cut_axes",
-        "shardc.plan.cut_axes",
+        "shardc.passes.place.cut_axes",
         "a plan",
         "a mesh with sub-axes",
         "reshape f32[64] --> f32[4,16] on data=8 --> the same on data[0]=4, data[1]=2",

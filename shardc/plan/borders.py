@@ -53,6 +53,11 @@ class Border:
         return piece_bytes(self.aval, self.placement, self.mesh.sizes, backend_of(self.mesh.topology.backend))
 
     @property
+    def is_fixed(self) -> bool:
+        """Whether its placement, or a part of it, was known before planning."""
+        return self.known.pin is not None or self.known.arrival is not None
+
+    @property
     def is_padded(self) -> bool:
         return not is_even(self.aval.shape, self.placement, self.mesh.sizes)
 

@@ -13,12 +13,12 @@ from shardc.ir.program import Program
 from shardc.machine.mesh import MeshView
 from shardc.passes import passes_that_run, run
 from shardc.passes.estimate.backend import Backend, backend_of
+from shardc.passes.place.cut_axes import cut_axes
 from shardc.passes.place.insert_boxing import insert_boxing
 from shardc.passes.place.memory_limit import LimitResult, LimitSearch, Trial
 from shardc.passes.place.place import Placed, Placer
 from shardc.passes.recompute.recompute import RecomputeChoice, RecomputeOptions, recompute_to_fit, recomputed
 from shardc.plan.borders import match_donated, may_replace, problem_of
-from shardc.plan.cut_axes import cut_axes
 from shardc.plan.forbid import avoided_seconds
 from shardc.plan.offload import most_freed, offloaded_within, with_named
 from shardc.plan.plan import SpmdPlan, Unlimited, copied
@@ -85,7 +85,10 @@ def _or_with_residuals_kept(compared: Compared[SpmdPlan | DoesNotFit]) -> Compar
 def _or_with_axes_cut(compared: Compared[SpmdPlan | DoesNotFit]) -> Compared[SpmdPlan | DoesNotFit]:
     """The comparison with the plan on a mesh with axes cut in sub-axes, if reshapes of the best one ask for them."""
     best = compared.best
-    if isinstance(best, DoesNotFit) or not (counts := cut_axes(best)):
+    if isinstance(best, DoesNotFit):
+        return compared
+    pinned = [(b.placement, b.aval.shape) for b in (*best.in_borders, *best.out_borders) if b.is_fixed]
+    if not (counts := cut_axes(best.boxed, best.mesh, best.collectives, pinned)):
         return compared
     request = replace(compared.request, mesh=compared.request.mesh.cut(counts))
     cut = _plan_as_written(request, keeps=best.recomputed_for_speed is None)

@@ -35,10 +35,10 @@ def in_whole_axes(p: Placement, mesh: MeshView) -> Placement:
     """A placement with whole axes in place of sub-axes, where all of one do the same one after the other."""
     items = p.items_
     for axis, names in mesh.cuts:
-        at = next((i for i, (a, _) in enumerate(items) if a == names[0]), None)
-        found = () if at is None else items[at : at + len(names)]
-        if at is not None and tuple(a for a, _ in found) == names and len({s for _, s in found}) == 1:
-            items = (*items[:at], (axis, found[0][1]), *items[at + len(names) :])
+        at = next((i for i, (a, _) in enumerate(items) if a == names[0]), len(items))
+        there = items[at : at + len(names)]
+        if tuple(a for a, _ in there) == names and len(sbps := {s for _, s in there}) == 1:
+            items = (*items[:at], (axis, sbps.pop()), *items[at + len(names) :])
     return p if items == p.items_ else Placement(items)
 
 

@@ -610,13 +610,13 @@ def _moves(eqn: Eqn, boxing: Boxing, mesh: MeshView) -> Moves:
     aval, src, dst = eqn.invars[0].aval, eqn.params["src"], eqn.params["dst"]
     seconds: dict[CollectiveKind, float] = {}
     found: list[Collective] = []
-    said = [str(in_whole_axes(p, mesh)) for p in (src, dst)]
+    there, here = (str(in_whole_axes(p, mesh)) for p in (src, dst))
     for step, price in zip(boxing.steps, boxing.prices, strict=True):
         if step.is_collective and price.bytes:  # an empty value is not sent
             kind = cast(CollectiveKind, step.kind)
             alone = (price.wire + group_of(mesh, step.axes).latency[kind]) / FEMTO
             seconds[kind] = seconds.get(kind, 0.0) + alone
-            found.append(Collective(kind, mesh.joined(step.axes), price.bytes, 1, "", short_aval(aval), *said))
+            found.append(Collective(kind, mesh.joined(step.axes), price.bytes, 1, "", short_aval(aval), there, here))
     return Moves(found, seconds)
 
 

@@ -19,13 +19,13 @@ from typing import Final, TypeAlias
 
 from shardc import compat
 from shardc.compat import Eqn, Var
-from shardc.ir.box import box_p
+from shardc.ir.box import Boxed, box_p
+from shardc.ir.collective import Collective
 from shardc.ir.constrain import pin_of
 from shardc.ir.user_shard_map import is_unit
 from shardc.ir.walk import all_eqns, operation_of, short_aval
 from shardc.machine.mesh import MeshView
-from shardc.plan.plan import SpmdPlan
-from shardc.sbp.placement import REPLICATED, P, Placement, S
+from shardc.sbp.placement import P, Placement, S
 from shardc.sbp.signature import find_rule
 from shardc.sbp.sub_axes import keeps_pieces
 
@@ -41,26 +41,38 @@ _Boxings: TypeAlias = dict[tuple[str, ...], float]
 """The bytes that boxings move in a call, by value and both placements."""
 
 
-def cut_axes(plan: SpmdPlan) -> Mapping[str, tuple[int, ...]]:
-    """The devices of the sub-axes of each axis that is to be cut, the outermost first; empty if none is."""
-    mesh, eqns = plan.mesh, all_eqns(plan.boxed.jaxpr) if plan.collectives else []
+def cut_axes(
+    boxed: Boxed, mesh: MeshView, collectives: Sequence[Collective], pinned: Sequence[tuple[Placement, Sequence[int]]]
+) -> Mapping[str, tuple[int, ...]]:
+    """The devices of the sub-axes of each axis that is to be cut, the outermost first; empty if none is.
+
+    Args:
+      boxed, mesh, collectives: a plan.
+      pinned: the placements on the user's mesh, and the shapes, that arguments and results have in any case.
+    """
+    eqns = all_eqns(boxed.jaxpr) if collectives else []
     if any(map(is_unit, eqns)):
         return {}
     found: dict[str, tuple[int, ...]] = {}
     free = MOST_AXES - sum(n > 1 for _, n in mesh.axes)
-    for axis, (sizes, boxings) in _asked(plan, eqns).items():
-        if free > 0 and sum(boxings.values()) >= LEAST_SHARE * plan.bytes_per_device:
+    inside = [(pin.placement, e.outvars[0].aval.shape) for e in eqns if (pin := pin_of(e)) is not None]
+    least = LEAST_SHARE * sum(c.bytes for c in collectives)
+    for axis, (sizes, boxings) in _asked(mesh, eqns, collectives).items():
+        if free > 0 and sum(boxings.values()) >= least:
             counts = _in_chain(mesh.sizes[axis], sizes, free)
-            if _may_be_cut(plan, mesh.cut({axis: counts}), eqns):
+            cut = mesh.cut({axis: counts})
+            if all(keeps_pieces(p, shape, cut) for p, shape in (*pinned, *inside)):
                 found[axis] = counts
                 free -= len(counts) - 1
     return found
 
 
-def _asked(plan: SpmdPlan, eqns: Sequence[Eqn]) -> dict[str, tuple[set[int], _Boxings]]:
+def _asked(
+    mesh: MeshView, eqns: Sequence[Eqn], collectives: Sequence[Collective]
+) -> dict[str, tuple[set[int], _Boxings]]:
     """For each axis the devices of outer sub-axes that boxings ask for, and these boxings."""
     moved: _Boxings = {}
-    for c in plan.collectives:
+    for c in collectives:
         moved[c.value, c.src, c.dst] = moved.get((c.value, c.src, c.dst), 0) + c.bytes
     made, read = dict[Var, list[Eqn]](), dict[Var, list[Eqn]]()
     for e in eqns:
@@ -71,11 +83,11 @@ def _asked(plan: SpmdPlan, eqns: Sequence[Eqn]) -> dict[str, tuple[set[int], _Bo
     for box in (e for e in eqns if e.primitive is box_p):
         src, dst = box.params["src"], box.params["dst"]
         key = short_aval(box.outvars[0].aval), str(src), str(dst)
-        asked = list(_by_boxing(plan.mesh, src, dst))
+        asked = list(_by_boxing(mesh, src, dst))
         for e in _reshapes(box.outvars, read, lambda e: e.outvars):
-            asked += _by_reshape(plan.mesh, e, src, dst, of_operand=True)
+            asked += _by_reshape(mesh, e, src, dst, of_operand=True)
         for e in _reshapes(compat.variables(box.invars), made, lambda e: compat.variables(e.invars)):
-            asked += _by_reshape(plan.mesh, e, dst, src, of_operand=False)
+            asked += _by_reshape(mesh, e, dst, src, of_operand=False)
         for axis, n in asked:
             sizes, boxings = found.setdefault(axis, (set(), {}))
             sizes.add(n)
@@ -145,18 +157,3 @@ def _in_chain(n: int, sizes: set[int], most: int) -> tuple[int, ...]:
         if size % found[-1] == 0 and len(found) <= most:
             found.append(size)
     return tuple(b // a for a, b in itertools.pairwise([*found, n]))
-
-
-def _may_be_cut(plan: SpmdPlan, mesh: MeshView, eqns: Sequence[Eqn]) -> bool:
-    """Whether all that is pinned has the same pieces on the mesh that is cut: an axis that splits an uneven dimension
-    stays whole."""
-    program, request = plan.program, plan.request
-    pinned: list[tuple[Placement, Sequence[int]]] = []
-    for a, aval in zip(request.arguments, program.in_avals, strict=False):
-        pinned += [(p, aval.shape) for p in (a.pin and a.pin.placement, a.arrival) if p is not None]
-    for pin, aval in zip(request.results, program.out_avals, strict=True):
-        pinned.append((pin.placement if pin is not None else REPLICATED, aval.shape))
-    for eqn in eqns:
-        if (pin := pin_of(eqn)) is not None:
-            pinned.append((pin.placement, eqn.outvars[0].aval.shape))
-    return all(keeps_pieces(p, shape, mesh) for p, shape in pinned)
