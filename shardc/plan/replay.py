@@ -83,13 +83,19 @@ def _cut(saved: SavedPlan, mesh: MeshView, program: Program) -> MeshView:
     Raises:
       ArgumentError: the file was changed so that it is no plan.
     """
-    fits = all(axis in mesh.sizes and math.prod(n) == mesh.sizes[axis] for axis, n in saved.cuts.items())
-    cut = mesh.cut(saved.cuts) if fits and saved.cuts else mesh
-    leaves = zip([*saved.arguments.values(), *saved.captured, *saved.results.values()],
-                 [*program.in_avals, *program.out_avals], strict=True)  # fmt: skip
-    if not fits or not all(keeps_pieces(leaf.placement, aval.shape, cut) for leaf, aval in leaves):
-        wrong = f"{saved.name} was changed so that it is no plan: axes cannot be cut as {dict(saved.cuts)}."
-        raise ArgumentError(wrong)
+    if not saved.cuts:
+        return mesh
+    known = all(axis in mesh.sizes and math.prod(n) == mesh.sizes[axis] for axis, n in saved.cuts.items())
+    cut = mesh.cut(saved.cuts) if known else mesh
+    avals = [*program.in_avals, *program.out_avals]
+    leaves = zip([*saved.arguments.values(), *saved.captured, *saved.results.values()], avals, strict=True)
+    if not known or not all(
+        _is_possible(leaf.placement, len(aval.shape), mesh) and keeps_pieces(leaf.placement, aval.shape, cut)
+        for leaf, aval in leaves
+    ):
+        raise ArgumentError(
+            f"{saved.name} was changed so that it is no plan: axes cannot be cut as {dict(saved.cuts)}."
+        )
     return cut
 
 
