@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from shardc.machine.mesh import MeshView
 from shardc.sbp.cost import send_price
 from shardc.sbp.placement import block_sizes, extents, local_shape
 from shardc.sbp.ring import ring_of, run_ring
-from shardc.sbp.signature import OperandWindow, Ranges, Rule, Setting, Site, Turned, neutral_value
+from shardc.sbp.signature import OperandWindow, Passed, Ranges, Rule, Setting, Site, Turned, neutral_value
 
 Positions: TypeAlias = NDArray[np.intp]
 
@@ -39,6 +39,9 @@ class Sent:
     shape: tuple[int, ...]
     dtype: Any
     operand: int | None = None
+
+
+_KINDS: Final[dict[type, Literal["all_to_all", "permute"]]] = {Turned: "all_to_all", Passed: "permute"}
 
 
 @dataclass(frozen=True)
@@ -247,7 +250,7 @@ def internal_steps(rule: Rule, setting: Setting) -> tuple[Sent, ...]:
     for factor, arrays in rule.exchanged.items():
         if factor in crossed:
             found += [
-                Sent("all_to_all" if isinstance(a, Turned) else "all_gather", crossed[factor], tuple(a.shape), a.dtype)
+                Sent(_KINDS.get(type(a), "all_gather"), crossed[factor], tuple(a.shape), a.dtype)
                 for a in arrays(setting)
             ]
     return tuple(found)

@@ -176,6 +176,14 @@ class Turned:
     dtype: Any
 
 
+@dataclass(frozen=True, slots=True)
+class Passed:
+    """An array that each device sends to one other: a permute instead of a gather."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+
+
 def bind_same(site: Site, *operands: Any) -> Sequence[Any]:
     """The default local piece: the primitive itself, parameters unchanged."""
     return site.bind(*operands)
@@ -240,6 +248,7 @@ class Rule:
       flops: floating-point operations of the whole operation; 0 if it is bound by memory.
       passes: how often it reads and writes the memory of its operands and results. 0: once if it has `flops`, else it
         is light: bound by memory, and fused with other light operations.
+      margin: for a split factor the work of each device besides its own share, as a number of elements of the factor.
       kind: `elementwise`, `special` (an elementwise function that vector units compute by many operations),
         `reduction`, `thin` (a product), `convolution`, `attention` or none: machines have times for these
         (`element_seconds`, `Topology.shares`, `starts`).
@@ -258,6 +267,7 @@ class Rule:
     terms: Terms | None = None
     flops: float = 0.0
     passes: float = 0.0
+    margin: Mapping[str, int] = field(default_factory=dict[str, int])
     kind: str = ""
 
     @property
@@ -292,14 +302,10 @@ class Rule:
         return {f: n for factors, aval in pairs for f, n in zip(factors, aval.shape, strict=True) if f}
 
 
-def shared_by(sizes: Mapping[str, int], counts: Mapping[str, int]) -> float:
-    """How many devices share the work if `counts` devices split each factor: 8 rows on 32 devices keep 8 of them busy.
-
-    Examples:
-      >>> shared_by({"b": 8, "d": 6}, {"b": 32, "d": 4})
-      24.0
-    """
-    return math.prod(sizes[f] / -(-sizes[f] // n) for f, n in counts.items() if sizes[f])
+def shared_by(rule: Rule, op: Operation, counts: Mapping[str, int]) -> float:
+    """How many devices share the work if `counts` devices split each factor: 8 rows on 32 devices keep 8 of them busy."""
+    sizes = rule.sizes(op)
+    return math.prod(sizes[f] / (-(-sizes[f] // n) + rule.margin.get(f, 0)) for f, n in counts.items() if sizes[f])
 
 
 RuleFn: TypeAlias = Callable[[Operation], Rule | None]

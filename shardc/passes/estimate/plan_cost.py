@@ -647,7 +647,7 @@ def _ring_seconds(
 ) -> RingTime:
     """Seconds of one execution of a product whose pieces go around."""
     counts = _counts(rule, eqn, placements, mesh, ring)
-    flops = rule.flops / shared_by(rule.sizes(setting.op), counts)
+    flops = rule.flops / shared_by(rule, setting.op, counts)
     atoms = (*eqn.invars, *eqn.outvars)
     held = [local_bytes(a, p, mesh.sizes) for a, p in zip(atoms, (*setting.operands, *setting.results), strict=True)]
     return RingTime(*map(float, ring_price(ring, rule, setting.op, held, flops, mesh)))
@@ -670,7 +670,7 @@ def device_flops(eqn: Eqn, rule: Rule, placements: Mapping[Var, Placement], mesh
     """Floating-point operations of a device in one execution of an operation."""
     if not rule.flops:
         return 0.0
-    return rule.flops / shared_by(rule.sizes(operation_of(eqn)), _counts(rule, eqn, placements, mesh))
+    return rule.flops / shared_by(rule, operation_of(eqn), _counts(rule, eqn, placements, mesh))
 
 
 def whole_seconds(eqn: Eqn, mesh: MeshView) -> float:

@@ -217,7 +217,8 @@ class Domains(ValueTables):
             flops = np.full(len(options), n.rule.flops)
             for factor, size in n.rule.sizes(operation_of(n.equation)).items():
                 if factor in splits and size:
-                    flops = flops / (size / -(-size // splits[factor]))
+                    margin = n.rule.margin.get(factor, 0) * (splits[factor] > 1)
+                    flops = flops / (size / (-(-size // splits[factor]) + margin))
             cost = heavy_seconds(flops, memory, self.mesh, work_dtype(n.equation), n.rule.passes, n.rule.kind)
         else:
             cost = LIGHT * (memory / self.mesh.topology.memory_rate) + self._light_seconds(n, tables, rows)

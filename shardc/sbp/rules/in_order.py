@@ -69,7 +69,7 @@ def in_order(op: Operation) -> Rule:
     inner, grain = _inner(op), op.params["grain"]
     found = find_rule(inner)
     exact = replace(found, partials=tuple(p for p in found.partials if p[1] != "sum"))
-    sums = [f for f, to in found.reduced.items() if to == "sum"]
+    sums = _summed(found)
     if family_of(inner.name) == "elementwise":
         return replace(exact, local=_sealed)
     if family_of(inner.name) == "scatter":  # each device adds all updates of its elements, in their order
@@ -96,6 +96,11 @@ def _inner(op: Operation) -> Operation:
     return Operation(op.params["of"].name, op.operands, op.results, params)
 
 
+def _summed(found: Rule) -> list[str]:
+    """The factors that are summed, if their pieces do not communicate."""
+    return [f for f in found.factors() if found.reduced.get(f) == "sum" and f not in found.crossing]
+
+
 def _within(site: Site) -> Site:
     """The place of the inner operation."""
     inner = _inner(site.op)
@@ -120,7 +125,7 @@ def grid_of(inner: Operation, grain: int) -> dict[str, int]:
     Batch dimensions come first, then the first other one of each operand, then the first summed one.
     """
     found = find_rule(inner)
-    sums = [f for f in found.factors() if found.reduced.get(f) == "sum"]
+    sums = _summed(found)
     kept = [f for f in found.factors() if f not in found.crossing and all(f in fs for fs in found.results)]
     shared = [f for f in kept if all(f in fs for fs in found.operands if fs)]
     firsts = [next((f for f in kept if f in fs and f not in shared), "") for fs in found.operands]
