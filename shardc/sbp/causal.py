@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from enum import Enum
 from typing import Any, TypeAlias
 
 import jax.numpy as jnp
@@ -132,8 +133,8 @@ class _Zigzag:
     # kernels
 
     def bind(self, rows: Sequence[Any], keys: Sequence[Any], causal: bool, **params: Any) -> list[Any]:
-        mask = self.site.op.params["mask_type"]
-        mask = mask if causal else type(mask)["NO_MASK"]
+        given: Enum = self.site.op.params["mask_type"]
+        mask = given if causal else type(given)["NO_MASK"]
         query, *more = rows
         return self.site.bind(query, *keys, *self.others, *more, mask_type=mask, **params)
 

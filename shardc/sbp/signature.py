@@ -303,7 +303,7 @@ class Rule:
 
 
 def shared_by(rule: Rule, op: Operation, counts: Mapping[str, int]) -> float:
-    """How many devices share the work if `counts` devices split each factor: 8 rows on 32 devices keep 8 of them busy."""
+    """How many devices share the work if `counts` devices split each factor: 8 rows on 32 devices keep 8 busy."""
     sizes = rule.sizes(op)
     return math.prod(sizes[f] / (-(-sizes[f] // n) + rule.margin.get(f, 0)) for f, n in counts.items() if sizes[f])
 

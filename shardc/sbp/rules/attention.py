@@ -19,7 +19,6 @@ from shardc.sbp.causal import (
     SUMS,
     VALUE,
     reach_of,
-    tokens_of,
     windowed,
     zigzag,
     zigzag_sends,
