@@ -208,6 +208,14 @@ PASSES: Final[tuple[Pass, ...]] = (
         runs="if cheaper",
     ),
     Pass(
+        "repeat_keys",
+        f"{_REWRITE}.repeat_keys",
+        "program, mesh",
+        "program",
+        "y = attention q[32 heads] k[4 heads] --> k' = repeat k; y = attention q k'[8 heads]",
+        runs="if cheaper",
+    ),
+    Pass(
         "share_loops",
         f"{_REWRITE}.share_loops",
         "program, pins, mesh",

@@ -32,6 +32,11 @@ QUERY, KEY, VALUE, SUMS, RESULT, COTANGENT = 0, 1, 2, 10, 11, 12
 """Operands of attention, and those that its gradients have besides."""
 
 
+def is_attention(primitive: str) -> bool:
+    """Whether this is cuDNN's attention, or its gradients."""
+    return primitive in ("dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper")
+
+
 def tokens_of(op: Operation, port: int = QUERY) -> int:
     """The dimension of tokens of an operand; sums are [sequence, head, token]."""
     return 2 if port == SUMS or op.params["layout"] else 1
