@@ -30,7 +30,7 @@ from shardc.sbp.signature import find_rule
 
 
 def repeat_keys(program: Program, context: Context) -> Program:
-    """The program with repeated keys; itself if no part of the mesh has more devices than an attention heads of keys."""
+    """The program with repeated keys; itself if no attention has fewer of them than a part of the mesh has devices."""
     counts = _counts(context.view)
     if not any(_times(e, counts) > 1 for e in all_eqns(program.jaxpr)):
         return program
