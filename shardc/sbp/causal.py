@@ -71,6 +71,11 @@ def zigzag_sends(setting: Setting) -> list[Aval]:
     return [Passed(_halved(shape, dim), dtype) for shape, dtype, dim in found for _ in range(moved)]
 
 
+def zigzag_held(setting: Setting) -> int:
+    """The bytes of the halves that were dealt out and of the results that go back."""
+    return sum(math.prod(a.shape) * np.dtype(a.dtype).itemsize for a in zigzag_sends(setting))
+
+
 def _moves(route: Sequence[tuple[int, int]]) -> bool:
     return any(source != target for source, target in route)
 
@@ -228,6 +233,18 @@ def _with(x: Any, part: Any, side: Any) -> Any:
 def reach_of(op: Operation) -> int:
     """How many tokens before its own a query looks at."""
     return min(op.params["sliding_window_length"], op.operands[QUERY].shape[tokens_of(op)]) - 1
+
+
+def windowed_held(setting: Setting) -> int:
+    """The bytes of operands and results with the tokens around the block."""
+    op, at = setting.op, tokens_of(setting.op)
+    there = [i for i in (QUERY, KEY, VALUE, SUMS, RESULT, COTANGENT) if i < len(op.operands)]
+    found = [(setting.operand_shape(i), op.operands[i].dtype) for i in there]
+    found += [(setting.result_shape(i), a.dtype) for i, a in enumerate(op.results)]
+    block = setting.operand_shape(QUERY)[at]
+    more = reach_of(op) * (2 if len(op.operands) > COTANGENT else 1)
+    held = sum(math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in found)
+    return held * (block + more) // max(block, 1)
 
 
 def windowed(site: Site, query: Any, *operands: Any) -> Sequence[Any]:

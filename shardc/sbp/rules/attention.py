@@ -20,7 +20,9 @@ from shardc.sbp.causal import (
     VALUE,
     reach_of,
     windowed,
+    windowed_held,
     zigzag,
+    zigzag_held,
     zigzag_sends,
 )
 from shardc.sbp.placement import ReduceOp
@@ -72,7 +74,7 @@ def _over_tokens(op: Operation, found: Rule) -> Rule:
     """The rule with what devices do and send if queries of a causal mask are split."""
     kind = _split_of(op)
     if kind == "zigzag":
-        return replace(found, exchanged={"t": zigzag_sends}, across=zigzag)
+        return replace(found, exchanged={"t": zigzag_sends}, across=zigzag, held=zigzag_held)
     if kind == "window":
         gradients, reach = len(op.operands) > COTANGENT, reach_of(op)
         after = [QUERY, SUMS, RESULT, COTANGENT] if gradients else []
@@ -80,7 +82,7 @@ def _over_tokens(op: Operation, found: Rule) -> Rule:
         windows += [OperandWindow(i, "t", QUERY, width=reach + 1) for i in after]
         # rows before the block see a triangle of keys, those after it a whole window
         margin = {"t": reach // 2 + (reach if gradients else 0)}
-        return replace(found, windows=tuple(windows), across=windowed, margin=margin)
+        return replace(found, windows=tuple(windows), across=windowed, held=windowed_held, margin=margin)
     return found
 
 
