@@ -18,14 +18,14 @@ import jax
 import jax.numpy as jnp
 
 from shardc import compat
-from shardc.compat import Atom, Eqn, Jaxpr, Var
+from shardc.compat import Atom, ClosedJaxpr, Eqn, Jaxpr, Var
 from shardc.ir.nested import bodies_of, with_bodies
 from shardc.ir.program import Program
 from shardc.ir.walk import all_eqns, operation_of, renamed, with_atoms
 from shardc.machine.mesh import MeshView
 from shardc.passes import Context
 from shardc.passes.trace.canonicalize import inlined_eqns
-from shardc.sbp.causal import KEY, QUERY, VALUE, is_attention, tokens_of
+from shardc.sbp.causal import COTANGENT, KEY, QUERY, VALUE, is_attention, tokens_of
 from shardc.sbp.signature import find_rule
 
 
@@ -60,10 +60,18 @@ def _times(eqn: Eqn, counts: Sequence[int]) -> int:
 
 def _repeated_in(jaxpr: Jaxpr, counts: Sequence[int]) -> Jaxpr:
     eqns, names = list[Eqn](), dict[Var, Atom]()
+    known: dict[tuple[Atom, int], Atom] = {}  # the gradients read what the attention does
     for old in jaxpr.eqns:
         eqn = with_atoms(old, names)
         if (times := _times(eqn, counts)) > 1:
-            found, results = inlined_eqns(_repeated(eqn, times), eqn.invars, eqn, ())
+            operands = list(eqn.invars)
+            for i in (KEY, VALUE):
+                key = operands[i], times
+                if key not in known:
+                    found, (known[key],) = inlined_eqns(_repeat(eqn, i, times), [operands[i]], eqn, ())
+                    eqns += found
+                operands[i] = known[key]
+            found, results = inlined_eqns(_of_repeated(eqn, operands, times), operands, eqn, ())
             names |= zip(old.outvars, results, strict=True)
             eqns += found
             continue
@@ -73,20 +81,30 @@ def _repeated_in(jaxpr: Jaxpr, counts: Sequence[int]) -> Jaxpr:
     return compat.new_jaxpr(jaxpr.invars, renamed(jaxpr.outvars, names), eqns, jaxpr)
 
 
-def _repeated(eqn: Eqn, times: int) -> Any:
-    """The closed jaxpr of an attention, or of its gradients, with each head of keys repeated."""
-    dim, bind = 3 - tokens_of(operation_of(eqn)), compat.bind_with(eqn.primitive, eqn.params)
+def _repeat(eqn: Eqn, port: int, times: int) -> ClosedJaxpr:
+    """Each head of an operand `times` times, one after the other."""
+    dim = 3 - tokens_of(operation_of(eqn))
 
-    def repeated(x: Any) -> Any:
+    def run(x: Any) -> Any:
         wide = jnp.broadcast_to(jnp.expand_dims(x, dim + 1), (*x.shape[: dim + 1], times, *x.shape[dim + 1 :]))
         return wide.reshape(*x.shape[:dim], -1, *x.shape[dim + 1 :])
+
+    return jax.make_jaxpr(run)(_shape(eqn.invars[port]))
+
+
+def _of_repeated(eqn: Eqn, operands: Sequence[Atom], times: int) -> ClosedJaxpr:
+    """The attention of repeated keys, or its gradients."""
+    dim, bind = 3 - tokens_of(operation_of(eqn)), compat.bind_with(eqn.primitive, eqn.params)
 
     def summed(x: Any) -> Any:
         return x.reshape(*x.shape[:dim], -1, times, *x.shape[dim + 1 :]).sum(dim + 1)
 
     def run(*operands: Any) -> list[Any]:
-        made = bind(*(repeated(x) if i in (KEY, VALUE) else x for i, x in enumerate(operands)))
-        gradients = "bwd" in eqn.primitive.name
-        return [summed(y) if gradients and i in (KEY, VALUE) else y for i, y in enumerate(made)]
+        gradients = len(operands) > COTANGENT
+        return [summed(y) if gradients and i in (KEY, VALUE) else y for i, y in enumerate(bind(*operands))]
 
-    return jax.make_jaxpr(run)(*(jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in eqn.invars))
+    return jax.make_jaxpr(run)(*map(_shape, operands))
+
+
+def _shape(atom: Atom) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype)
