@@ -30,6 +30,7 @@ class Collective:
       trips: the iterations that `shardc.trips` gives for one run of all the `while`s around it.
       one_round: whether a `while` around it has no `shardc.trips`, so that it counts one iteration.
       at_most: whether how much moves depends on data. `bytes` is the most.
+      unlikely: whether it is in a branch that is not expected to run; the bytes of a plan do not count it.
     """
 
     kind: CollectiveKind | Literal["unknown"]
@@ -44,6 +45,7 @@ class Collective:
     trips: int = 1
     one_round: bool = False
     at_most: bool = False
+    unlikely: bool = False
 
     @property
     def is_known(self) -> bool:
@@ -60,8 +62,8 @@ class Moves:
 
 
 def known_bytes(collectives: Iterable[Collective]) -> int:
-    """Bytes of the collectives whose bytes are known."""
-    return sum(int(c.bytes) for c in collectives if c.is_known)
+    """Bytes of the collectives whose bytes are known, but those that are unlikely."""
+    return sum(int(c.bytes) for c in collectives if c.is_known and not c.unlikely)
 
 
 def unknown_among(collectives: Iterable[Collective]) -> list[str]:

@@ -13,7 +13,7 @@ from typing import Any, Final, TypeVar
 
 import jax
 
-from shardc.compat import Atom, Eqn, Jaxpr, Var, close, rounds_of, scan_counts, scope_of_rounds, with_scan_counts
+from shardc.compat import Atom, Eqn, Jaxpr, Var, close, is_expected, rounds_of, scan_counts, scope_of_rounds, with_scan_counts
 from shardc.errors import ArgumentError
 
 T = TypeVar("T")
@@ -102,6 +102,7 @@ class Body:
       results: for each output, the number of the result that it gives; empty for the condition of a `while`.
       fixed, carries: numbers of inputs. Output j is the next value of carry j.
       trips: executions in one of the equation, as `trips_of` counts them.
+      chance: that the body runs at all, for the search; 1 where nothing is known.
     """
 
     jaxpr: Jaxpr
@@ -110,6 +111,7 @@ class Body:
     fixed: int
     carries: int = 0
     trips: int = 1
+    chance: float = 1.0
 
     @property
     def decides(self) -> bool:
@@ -166,7 +168,18 @@ def nested_bodies(eqn: Eqn) -> list[Body]:
             operands = operands[1:]
         case _:
             pass
-    return [Body(b, operands, results, len(operands)) for b in bodies_of(eqn)]
+    chances = chances_of(eqn)
+    return [Body(b, operands, results, len(operands), chance=p) for b, p in zip(bodies_of(eqn), chances, strict=True)]
+
+
+UNLIKELY: Final = 2.0**-10
+"""The chance that the search counts for a branch of a `cond` that is not expected to run."""
+
+
+def chances_of(eqn: Eqn) -> list[float]:
+    """For each body of an equation the chance that the search counts for it."""
+    count = len(bodies_of(eqn))
+    return [*[UNLIKELY] * (count - 1), 1.0] if is_expected(eqn) else [1.0] * count
 
 
 def with_nested(eqn: Eqn, bodies: Sequence[Jaxpr], fixed: Sequence[int], carries: int) -> dict[str, Any]:

@@ -216,6 +216,14 @@ PASSES: Final[tuple[Pass, ...]] = (
         runs="if cheaper",
     ),
     Pass(
+        "exchange_rows",
+        f"{_REWRITE}.experts.exchange_rows",
+        "program, pins, mesh",
+        "program",
+        "y = x.at[i].set(ragged_dot(x[i], w, n)) --> y = cond fits (rows to their groups and back) (as before)",
+        runs="if cheaper",
+    ),
+    Pass(
         "share_equal",
         f"{_REWRITE}.share_equal",
         "jaxpr",

@@ -158,8 +158,8 @@ class PlacedProgram:
 
     @cached_property
     def bytes_per_device(self) -> float:
-        """Bytes that each device sends in one call; nan if a part is unknown."""
-        return sum(c.bytes for c in self.collectives)
+        """Bytes that each device sends in one call, if no unlikely branch runs; nan if a part is unknown."""
+        return sum(c.bytes for c in self.collectives if not c.unlikely)
 
     @cached_property
     def memory(self) -> Memory:

@@ -565,17 +565,21 @@ class _CostWalk:
 
     def nested(self, eqn: Eqn, trips: int) -> Time:
         """The time of a loop's body times its iterations (expected ones of a `while`), or of the slowest branch of a
-        `cond`."""
-        length = trips_of(eqn)
+        `cond`, or of the one that is expected to run."""
+        length, expected = trips_of(eqn), compat.is_expected(eqn)
         found: list[Time] = []
         begin, listed = len(self.collectives), [len(self.overlaps)]
         for body in bodies_of(eqn):
+            first, added = len(self.collectives), self.added
             found.append(self.scope(body, trips * length))
             listed.append(len(self.overlaps))
+            if expected and len(found) < len(bodies_of(eqn)):
+                self.collectives[first:] = [replace(c, unlikely=True) for c in self.collectives[first:]]
+                self.added = added
         if eqn.primitive.name == "while":
             self.per_iteration(begin, length, compat.rounds_of(eqn) is None)
         if eqn.primitive.name == "cond":
-            dearest = max(range(len(found)), key=lambda k: found[k].total)
+            dearest = len(found) - 1 if expected else max(range(len(found)), key=lambda k: found[k].total)
             self.overlaps[listed[0] :] = self.overlaps[listed[dearest] : listed[dearest + 1]]
             for e in (e for k, body in enumerate(bodies_of(eqn)) if k != dearest for e in all_eqns(body)):
                 if self.each is not None and e in self.each:

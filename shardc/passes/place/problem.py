@@ -358,7 +358,8 @@ class Builder:
         entries = [self.entered(eqn, v, mine, weight) for v, mine in zip(operands, takers, strict=True)]
         for body in bodies:
             inputs = [entries[n].results[takers[n].index((body, i))] for i, n in enumerate(body.operands)]
-            scopes.append(self.build(body.jaxpr, dict(zip(body.jaxpr.invars, inputs, strict=True)), inner))
+            within = dict(zip(body.jaxpr.invars, inputs, strict=True))
+            scopes.append(self.build(body.jaxpr, within, inner * body.chance))
             if body.decides:
                 self.whole(scopes[-1].outputs[0], inner)
         exits: list[Node] = []

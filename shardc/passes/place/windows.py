@@ -81,7 +81,7 @@ class OverlapWindows:
 
     def nested(self, item: Nested) -> float:
         bodies = zip(item.scopes, item.bodies, strict=True)
-        return sum(body.trips * self.scope(scope) for scope, body in bodies)
+        return sum(body.trips * body.chance * self.scope(scope) for scope, body in bodies)
 
 
 def free_seconds(edges: Sequence[tuple[int, int, float]], computed: Sequence[float]) -> list[float]:
