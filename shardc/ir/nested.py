@@ -114,6 +114,11 @@ class Body:
     chance: float = 1.0
 
     @property
+    def runs(self) -> float:
+        """Executions in one of the equation, for the search."""
+        return self.trips * self.chance
+
+    @property
     def decides(self) -> bool:
         """Whether it is the condition of a `while`."""
         return bool(self.jaxpr.outvars) and not self.results
@@ -172,8 +177,9 @@ def nested_bodies(eqn: Eqn) -> list[Body]:
     return [Body(b, operands, results, len(operands), chance=p) for b, p in zip(bodies_of(eqn), chances, strict=True)]
 
 
-UNLIKELY: Final = 2.0**-10
-"""The chance that the search counts for a branch of a `cond` that is not expected to run."""
+UNLIKELY: Final = 2.0**-6
+"""The chance of a branch of a `cond` that is not expected to run: the search counts it, and exchanges of sorted rows are
+made so large that they overflow no more often by chance."""
 
 
 def chances_of(eqn: Eqn) -> list[float]:

@@ -158,8 +158,13 @@ class PlacedProgram:
 
     @cached_property
     def bytes_per_device(self) -> float:
-        """Bytes that each device sends in one call, if no unlikely branch runs; nan if a part is unknown."""
-        return sum(c.bytes for c in self.collectives if not c.unlikely)
+        """Bytes that each device sends in one call, if the branches run that are expected to; nan if a part is unknown."""
+        return sum(c.bytes for c in self.collectives if c.branch != "other")
+
+    @property
+    def worst_bytes_per_device(self) -> float:
+        """The same if none of these branches runs, as where sorted rows do not fit their exchange."""
+        return sum(c.bytes for c in self.collectives if c.branch != "expected")
 
     @cached_property
     def memory(self) -> Memory:

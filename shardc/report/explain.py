@@ -165,12 +165,16 @@ def _program_sections(plan: SpmdPlan) -> OwnSections:
 
 def _sent_text(plan: SpmdPlan) -> str:
     """The bytes that each device sends in a call, and the operations that may send more."""
-    known = [c for _, c in plan.moves if c.is_known]
+    known = [c for _, c in plan.moves if c.is_known and c.branch != "other"]
     unknown = unknown_among(c for _, c in plan.moves)
     runs = sum(c.count for c in known)
     times = f", which run {runs} times" if runs != len(known) else ""
     most = "at most " * any(c.at_most for c in known)
     sent = f"{most}{bytes_text(known_bytes(known))} a call in {number_text(len(known), 'collective')}{times}"
+    if any(c.branch for _, c in plan.moves) and not unknown:
+        other = [c for _, c in plan.moves if c.branch != "expected"]
+        most = f"{bytes_text(plan.worst_bytes_per_device)} in {number_text(len(other), 'collective')}"
+        return f"Each device sends {sent} if sorted rows fit their exchange, else {most}"
     if unknown:
         besides = f"Each device sends {sent}, and" if known else "Each device sends"
         return f"{besides} an unknown number of bytes in {', '.join(unknown)}, of which shardc does not know what moves"
@@ -278,6 +282,10 @@ def why_placed(border: Border) -> str:
 # -- what moves
 
 
+_WHEN: Final = {"": "", "expected": "rows fit", "other": "not"}
+"""When a collective runs, by its branch: only exchanges of sorted rows have expected branches."""
+
+
 def _moves(plan: PlanView) -> Section:
     """A table of the collectives. Stages with equal ones share a row."""
     staged = isinstance(plan, MpmdPlan)
@@ -286,10 +294,11 @@ def _moves(plan: PlanView) -> Section:
         return Section(f"{title}: none")
 
     def key_of(c: Collective) -> Key:
-        return c.kind, ", ".join(c.axes), c.value, placement_text(c.src), placement_text(c.dst), c.one_round, c.at_most
+        return c.kind, ", ".join(c.axes), c.value, placement_text(c.src), placement_text(c.dst), c.one_round, c.at_most, c.branch
 
     rows: list[Sequence[str]] = []
-    for (*key, one_round, at_most), _, found in fold_rows((key_of(c), c.source, (stage, c)) for stage, c in plan.moves):
+    branches = any(c.branch for _, c in plan.moves)
+    for (*key, one_round, at_most, branch), _, found in fold_rows((key_of(c), c.source, (stage, c)) for stage, c in plan.moves):
         of_stage: dict[int, list[Collective]] = {}
         for number, c in found:
             of_stage.setdefault(number, []).append(c)
@@ -300,8 +309,9 @@ def _moves(plan: PlanView) -> Section:
             made = fold_paths([c.source for number in numbers for c in of_stage[number]])
             times = str(count) + " a round" * bool(one_round)
             sent = "at most " * bool(at_most) + bytes_text(size)
-            rows.append((*[ranges_text(numbers)] * staged, *map(str, key), times, sent, made))
-    columns = (*["stages"] * staged, "collective", "over", "value", "from", "to", ">times", ">bytes", "made by")
+            when = _WHEN[str(branch)]
+            rows.append((*[ranges_text(numbers)] * staged, *map(str, key), times, sent, *[when] * branches, made))
+    columns = (*["stages"] * staged, "collective", "over", "value", "from", "to", ">times", ">bytes", *["if"] * branches, "made by")
     which = ": bytes that each device of one stage" if staged else ", in program order: bytes that each device"
     return Section(f"{title}{which} sends in one call", columns, rows)
 
@@ -310,7 +320,8 @@ def totals(plan: PlanView) -> Section | None:
     """A table of bytes by axis and kind of collective."""
     totals: dict[tuple[str, str], list[Collective]] = {}
     for _, c in plan.moves:
-        totals.setdefault((", ".join(c.axes), c.kind), []).append(c)
+        if c.branch != "other":
+            totals.setdefault((", ".join(c.axes), c.kind), []).append(c)
     if not totals:
         return None
     whole = known_bytes(c for _, c in plan.moves) or 1

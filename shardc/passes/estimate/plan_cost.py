@@ -17,7 +17,7 @@ from typing import Any, Final, cast
 from shardc import compat
 from shardc.compat import Eqn, Jaxpr, Var
 from shardc.ir.box import Boxed, box_p, boxing_of
-from shardc.ir.collective import Collective, Moves
+from shardc.ir.collective import Branch, Collective, Moves
 from shardc.ir.constrain import pin_of
 from shardc.ir.host_callback import runs_once
 from shardc.ir.memory_move import MemorySpace, is_memory_move
@@ -573,9 +573,11 @@ class _CostWalk:
             first, added = len(self.collectives), self.added
             found.append(self.scope(body, trips * length))
             listed.append(len(self.overlaps))
-            if expected and len(found) < len(bodies_of(eqn)):
-                self.collectives[first:] = [replace(c, unlikely=True) for c in self.collectives[first:]]
-                self.added = added
+            if expected:
+                last = len(found) == len(bodies_of(eqn))
+                branch: Branch = "expected" if last else "other"
+                self.collectives[first:] = [replace(c, branch=branch) for c in self.collectives[first:]]
+                self.added = self.added if last else added
         if eqn.primitive.name == "while":
             self.per_iteration(begin, length, compat.rounds_of(eqn) is None)
         if eqn.primitive.name == "cond":

@@ -354,12 +354,12 @@ class Builder:
             made = [self.entry([v], Carried(out.aval), [(out.aval, weight)], weight) for v, out in both]
             return Nested(made, [], made, [], bodies)
         inner, last, scopes = weight * bodies[0].trips, bodies[-1], list[Scope]()
+        insides = [weight * b.runs for b in bodies]
         takers = [[(b, b.operands.index(n)) for b in bodies if n in b.operands] for n in range(len(operands))]
         entries = [self.entered(eqn, v, mine, weight) for v, mine in zip(operands, takers, strict=True)]
-        for body in bodies:
+        for body, inside in zip(bodies, insides, strict=True):
             inputs = [entries[n].results[takers[n].index((body, i))] for i, n in enumerate(body.operands)]
-            within = dict(zip(body.jaxpr.invars, inputs, strict=True))
-            scopes.append(self.build(body.jaxpr, within, inner * body.chance))
+            scopes.append(self.build(body.jaxpr, dict(zip(body.jaxpr.invars, inputs, strict=True)), inside))
             if body.decides:
                 self.whole(scopes[-1].outputs[0], inner)
         exits: list[Node] = []
@@ -370,7 +370,7 @@ class Builder:
                 node.operands[1] = values[0]
                 self.read(values[0], node, 1, inner)
             else:
-                node = self.exit(values, last.jaxpr.outvars[j].aval, out.aval, weight, inner)
+                node = self.exit(values, last.jaxpr.outvars[j].aval, out.aval, weight, insides[-len(values) :])
             exits.append(node)
         returns = [[(exits[j], 1 if j < body.carries else k) for j in body.results] for k, body in enumerate(bodies)]
         return Nested(entries, scopes, exits, returns, bodies)
@@ -383,7 +383,7 @@ class Builder:
             self.read(value, node, 0, weight)
             return node
         body, i = takers[-1]
-        outs = [(b.jaxpr.invars[i].aval, weight * b.trips) for b, i in takers]
+        outs = [(b.jaxpr.invars[i].aval, weight * b.runs) for b, i in takers]
         aval, row, is_carry = outs[-1][0], i >= body.rows_at, body.fixed <= i < body.rows_at
         return self.entry(
             [value, None] if is_carry else [value], Carried(aval, shift_in=int(row)),
@@ -400,11 +400,12 @@ class Builder:
         self.read(operands[0], node, 0, weight, small)
         return node
 
-    def exit(self, inner: Sequence[Value | None], aval: Any, out: Any, weight: float, inside: float) -> Node:
-        """The carrier of one result of a nested equation; `aval` is its type inside the body."""
+    def exit(self, inner: Sequence[Value | None], aval: Any, out: Any, weight: float, insides: Sequence[float]) -> Node:
+        """The carrier of one result of a nested equation; `aval` is its type inside the body. `insides`: executions of
+        the bodies."""
         stacked = len(out.shape) > len(aval.shape)
         node = self.carrier("carrier", Carried(aval, shift_out=int(stacked)), list(inner), [(out, weight)])
-        for port, value in enumerate(inner):
+        for port, (value, inside) in enumerate(zip(inner, insides, strict=True)):
             self.read(value, node, port, inside)
         node.results[0].stacked = stacked
         return node

@@ -55,6 +55,7 @@ class OverlapWindows:
         steps: list[tuple[Sequence[Value | None], Sequence[Value], Sequence[Node], int | None]] = []
         for item in scope.nodes:
             operands, results, nodes = _parts(item)
+            operands = [v if v is None or id(v) in made else v.maker.operands[0] for v in operands]  # not a partial max
             seconds = self.nested(item) if isinstance(item, Nested) else _heavy_seconds(item, self.computing)
             begin = max((made[id(v)] for v in operands if v is not None), default=0)
             steps.append((operands, results, nodes, len(computed) if seconds > 0 else None))
@@ -81,7 +82,7 @@ class OverlapWindows:
 
     def nested(self, item: Nested) -> float:
         bodies = zip(item.scopes, item.bodies, strict=True)
-        return sum(body.trips * body.chance * self.scope(scope) for scope, body in bodies)
+        return sum(body.runs * self.scope(scope) for scope, body in bodies)
 
 
 def free_seconds(edges: Sequence[tuple[int, int, float]], computed: Sequence[float]) -> list[float]:

@@ -71,7 +71,9 @@ def _exchanged(jaxpr: Jaxpr, axes_of: AxesOf, context: Context) -> Jaxpr:
         eqns.append(eqn)
     if any(a is not b for a, b in zip(eqns, jaxpr.eqns, strict=True)):
         jaxpr = compat.new_jaxpr(jaxpr.invars, jaxpr.outvars, eqns, jaxpr)
-    for region in list(find_regions(jaxpr)):
+    seen: set[Var] = set()
+    while (region := next((r for r in find_regions(jaxpr) if r.sizes not in seen), None)) is not None:
+        seen.add(region.sizes)
         if (grid := _grid_of(region, axes_of, context.view)) is not None:
             jaxpr = _Exchange(jaxpr, region, grid, context.replicate).run()
     return jaxpr

@@ -17,12 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from shardc.ir.nested import UNLIKELY
+
 IMBALANCE: Final = 1.25
 """Rows of the busiest device over the mean, for which there is room: the capacity factor of Switch Transformers (Fedus
 et al. 2021, section 2.2), which keeps over 99 % of the tokens there."""
-OVERFLOWS: Final = 2.0**-10
-"""Share of the calls that overflow by chance at most, if rows choose their groups at random."""
-
 Row: Final = np.int32
 
 
@@ -30,9 +29,9 @@ def room(mean: float, places: int, most: int) -> int:
     """The capacity of each of `places` that get `mean` rows on average, and never more than `most`.
 
     Bernstein's inequality: rows that come at random with `mean · IMBALANCE` expected ones overflow one of the places in
-    less than a share of `OVERFLOWS` of the calls.
+    less than a share of `UNLIKELY` of the calls.
     """
-    expected, risk = mean * IMBALANCE, math.log(places / OVERFLOWS)
+    expected, risk = mean * IMBALANCE, math.log(places / UNLIKELY)
     spread = (risk + math.sqrt(risk * risk + 18 * expected * risk)) / 3
     return max(min(math.ceil(expected + spread), most), 1)
 
