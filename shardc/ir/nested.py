@@ -13,7 +13,18 @@ from typing import Any, Final, TypeVar
 
 import jax
 
-from shardc.compat import Atom, Eqn, Jaxpr, Var, close, is_expected, rounds_of, scan_counts, scope_of_rounds, with_scan_counts
+from shardc.compat import (
+    Atom,
+    Eqn,
+    Jaxpr,
+    Var,
+    close,
+    is_expected,
+    rounds_of,
+    scan_counts,
+    scope_of_rounds,
+    with_scan_counts,
+)  # fmt: skip
 from shardc.errors import ArgumentError
 
 T = TypeVar("T")
@@ -178,8 +189,8 @@ def nested_bodies(eqn: Eqn) -> list[Body]:
 
 
 UNLIKELY: Final = 2.0**-6
-"""The chance of a branch of a `cond` that is not expected to run: the search counts it, and exchanges of sorted rows are
-made so large that they overflow no more often by chance."""
+"""The chance of a branch of a `cond` that is not expected to run: the search counts it, and exchanges of sorted rows
+are made so large that they overflow no more often by chance."""
 
 
 def chances_of(eqn: Eqn) -> list[float]:

@@ -158,7 +158,7 @@ class PlacedProgram:
 
     @cached_property
     def bytes_per_device(self) -> float:
-        """Bytes that each device sends in one call, if the branches run that are expected to; nan if a part is unknown."""
+        """Bytes that each device sends in one call if the branches run that are expected to; nan if one is unknown."""
         return sum(c.bytes for c in self.collectives if c.branch != "other")
 
     @property

@@ -294,11 +294,13 @@ def _moves(plan: PlanView) -> Section:
         return Section(f"{title}: none")
 
     def key_of(c: Collective) -> Key:
-        return c.kind, ", ".join(c.axes), c.value, placement_text(c.src), placement_text(c.dst), c.one_round, c.at_most, c.branch
+        ends = placement_text(c.src), placement_text(c.dst)
+        return c.kind, ", ".join(c.axes), c.value, *ends, c.one_round, c.at_most, c.branch
 
     rows: list[Sequence[str]] = []
     branches = any(c.branch for _, c in plan.moves)
-    for (*key, one_round, at_most, branch), _, found in fold_rows((key_of(c), c.source, (stage, c)) for stage, c in plan.moves):
+    folded = fold_rows((key_of(c), c.source, (stage, c)) for stage, c in plan.moves)
+    for (*key, one_round, at_most, branch), _, found in folded:
         of_stage: dict[int, list[Collective]] = {}
         for number, c in found:
             of_stage.setdefault(number, []).append(c)
@@ -309,9 +311,10 @@ def _moves(plan: PlanView) -> Section:
             made = fold_paths([c.source for number in numbers for c in of_stage[number]])
             times = str(count) + " a round" * bool(one_round)
             sent = "at most " * bool(at_most) + bytes_text(size)
-            when = _WHEN[str(branch)]
-            rows.append((*[ranges_text(numbers)] * staged, *map(str, key), times, sent, *[when] * branches, made))
-    columns = (*["stages"] * staged, "collective", "over", "value", "from", "to", ">times", ">bytes", *["if"] * branches, "made by")
+            ends = [times, sent, *[_WHEN[str(branch)]] * branches, made]
+            rows.append((*[ranges_text(numbers)] * staged, *map(str, key), *ends))
+    when = ["if"] * branches
+    columns = (*["stages"] * staged, "collective", "over", "value", "from", "to", ">times", ">bytes", *when, "made by")
     which = ": bytes that each device of one stage" if staged else ", in program order: bytes that each device"
     return Section(f"{title}{which} sends in one call", columns, rows)
 

@@ -88,7 +88,7 @@ def _shared_among(program: Program, context: Context, known: Sequence[int] | Non
 
 
 AxesOf: TypeAlias = Callable[[Var, int], tuple[str, ...]]
-"""The axes that split a dimension of a value, by the pins of the values that it comes from; the first counts slowest."""
+"""The axes that split a dimension of a value, by the pins of the values that it comes from; the first is the outer."""
 
 
 def axes_along(program: Program, pins: Sequence[Pin | None], mesh: MeshView) -> AxesOf:

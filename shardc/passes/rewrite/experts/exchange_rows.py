@@ -31,7 +31,7 @@ from shardc.machine.mesh import MeshView
 from shardc.passes import Context
 from shardc.passes.rewrite.experts import routes
 from shardc.passes.rewrite.experts.find_region import CROSSING, Inside, Region, find_regions
-from shardc.passes.rewrite.experts.routes import Grid, Places, Route
+from shardc.passes.rewrite.experts.routes import Ends, Grid, Places, Route
 from shardc.passes.rewrite.share_loops import AxesOf, axes_along
 from shardc.passes.trace.canonicalize import inlined_eqns
 from shardc.sbp.placement import Placement
@@ -177,7 +177,9 @@ class _Exchange:
                 level = max((self.after(v) for v in operands), default=0)
                 self.outer |= dict.fromkeys(eqn.outvars, level)
                 continue
-            level = max((self.level[self.maker[v]] if v in self.region.dims else self.after(v) for v in operands), default=0)
+            level = max(
+                (self.level[self.maker[v]] if v in self.region.dims else self.after(v) for v in operands), default=0
+            )
             self.level[eqn] = level
             self.outer |= {v: level + 1 for v, d in zip(eqn.outvars, inside.results, strict=True) if d is None}
 
@@ -210,17 +212,16 @@ class _Exchange:
                 self.emit(self.level.get(maker, maker))
         ways, grid = list(self.ways), self.grid
 
+        def way_there(way: _Way, index: Any, where: Places) -> Route:
+            ends = lax.iota(routes.Row, grid.rows if way.by_row else way.count)
+            outside, inside = (index, ends) if way.by_row else (ends, index)
+            return routes.route(grid, where, Ends(way.count, outside, inside), way.drops, way.alone)
+
         def run(sizes: Any, *indices: Any) -> list[Any]:
             items = [i.reshape(-1).astype(routes.Row) for i in indices]
             where = routes.places(grid, sizes, _replica(grid, ways, items))
-            sorted_rows = lax.iota(routes.Row, grid.rows)
-            made: list[Route] = []
-            for way, i in zip(ways, items, strict=True):
-                outside, inside = (i, sorted_rows) if way.by_row else (lax.iota(routes.Row, way.count), i)
-                made.append(routes.route(grid, where, way.count, outside, inside, way.drops, way.alone))
-            fits = where.fits
-            for r in made:
-                fits &= r.fits
+            made = [way_there(w, i, where) for w, i in zip(ways, items, strict=True)]
+            fits = jnp.all(jnp.stack([where.fits, *(r.fits for r in made)]))
             return [fits, *where[:4], *(a for r in made for a in r[:2])]
 
         self.routing = self.added(run, renamed(needed, self.names), self.region.seed)
@@ -294,9 +295,9 @@ class _Blocks:
         self, grid: Grid, region: Region, ways: Mapping[_Way, int], tables: Sequence[Any], env: dict[Var, Any]
     ) -> None:
         self.grid, self.region, self.ways, self.env = grid, region, ways, env
-        fits = True
-        self.where = Places(*tables[:4], fits)
-        self.routes = [Route(*tables[k : k + 2], fits) for k in range(4, len(tables), 2)]
+        device, at, rows, sizes, *rest = tables
+        self.where = Places(device, at, rows, sizes, fits=True)
+        self.routes = [Route(a, b, fits=True) for a, b in zip(rest[::2], rest[1::2], strict=True)]
 
     def outside(self, v: Var) -> Any:
         """A value in the order of rows."""
@@ -313,25 +314,29 @@ class _Blocks:
         return self.env[a] if a in self.region.dims else routes.by_position(self.where, self.env[a], dim)
 
     def do(self, eqn: Eqn) -> None:
-        inside, grid = self.region.eqns[eqn], self.grid
+        inside = self.region.eqns[eqn]
         xs = [self.operand(a, d) for a, d in zip(eqn.invars, inside.operands, strict=True)]
-        way = self.routes[self.ways[_way_of(eqn, inside)]] if inside.kind in CROSSING else None
+        if inside.kind in CROSSING:
+            made = [self.across(eqn, inside, xs)]
+        elif inside.kind in ("by group", "sum by group"):
+            made = self.product(eqn, inside, *xs[:2])
+        else:
+            made = self.each_row(eqn, inside, xs)
+        self.env |= zip(eqn.outvars, made, strict=True)
+
+    def across(self, eqn: Eqn, inside: Inside, xs: Sequence[Any]) -> Any:
+        """Rows that come inside, or leave."""
+        grid, way = self.grid, self.routes[self.ways[_way_of(eqn, inside)]]
         match inside.kind:
             case "look up":
-                made = [routes.send(grid, way, xs[0])]
+                return routes.send(grid, way, xs[0])
             case "write":
-                made = [routes.send(grid, way, xs[2].reshape(-1, *xs[0].shape[3:]), xs[0])]
-            case "read":
-                empty = jnp.zeros((compat.size_of(eqn.invars[1].aval), *xs[0].shape[3:]), xs[0].dtype)
-                found = routes.bring_back(grid, way, xs[0], empty, adds=False)
-                made = [found.reshape(eqn.outvars[0].aval.shape)]
+                return routes.send(grid, way, xs[2].reshape(-1, *xs[0].shape[3:]), xs[0])
             case "put":
-                made = [routes.bring_back(grid, way, xs[2], xs[0], adds=eqn.primitive.name == "scatter-add")]
-            case "by group" | "sum by group":
-                made = self.product(eqn, inside, *xs[:2])
+                return routes.bring_back(grid, way, xs[2], xs[0], adds=eqn.primitive.name == "scatter-add")
             case _:
-                made = self.each_row(eqn, inside, xs)
-        self.env |= zip(eqn.outvars, made, strict=True)
+                empty = jnp.zeros((compat.size_of(eqn.invars[1].aval), *xs[0].shape[3:]), xs[0].dtype)
+                return routes.bring_back(grid, way, xs[0], empty, adds=False).reshape(eqn.outvars[0].aval.shape)
 
     def product(self, eqn: Eqn, inside: Inside, x: Any, w: Any) -> list[Any]:
         """A product by groups in each block, with the groups of its device."""

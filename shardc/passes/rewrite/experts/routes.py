@@ -93,6 +93,15 @@ class Places(NamedTuple):
     fits: Any
 
 
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """Rows that travel: each between row `outside` of `count` ones, and sorted row `inside`."""
+
+    count: int
+    outside: Any
+    inside: Any
+
+
 class Route(NamedTuple):
     """The slots through which rows go.
 
@@ -129,12 +138,12 @@ def places(grid: Grid, sizes: Any, replica: Any) -> Places:
     return Places(device, at, table.reshape(*shape, grid.capacity), own.reshape(*shape, grid.own_groups), fits)
 
 
-def route(grid: Grid, where: Places, count: int, outside: Any, inside: Any, drops: bool, alone: bool) -> Route:
-    """The route of items between row `outside` of `count` ones and sorted row `inside`. `drops`: items out of bounds
-    do not travel; else they do not fit. `alone`: two items with the same row outside do not fit."""
-    block, slots = grid.block(count), grid.slots(outside.shape[0])
-    valid = (outside >= 0) & (outside < count) & (inside >= 0) & (inside < grid.rows)
-    outside, inside = jnp.clip(outside, 0, count - 1), jnp.clip(inside, 0, grid.rows - 1)
+def route(grid: Grid, where: Places, ends: Ends, drops: bool = False, alone: bool = False) -> Route:
+    """The route of items between rows outside and sorted ones. `drops`: items out of bounds do not travel; else they do
+    not fit. `alone`: two items with the same row outside do not fit."""
+    block, slots = grid.block(ends.count), grid.slots(ends.outside.shape[0])
+    valid = (ends.outside >= 0) & (ends.outside < ends.count) & (ends.inside >= 0) & (ends.inside < grid.rows)
+    outside, inside = jnp.clip(ends.outside, 0, ends.count - 1), jnp.clip(ends.inside, 0, grid.rows - 1)
     home, device = outside // block, where.device[inside]
     pairs = grid.devices * grid.owners
     key = jnp.where(valid, home * grid.owners + device % grid.owners, pairs)
@@ -144,7 +153,8 @@ def route(grid: Grid, where: Places, count: int, outside: Any, inside: Any, drop
     if not drops:
         fits &= jnp.all(valid)
     if alone:
-        fits &= jnp.all(jnp.zeros(count, Row).at[jnp.where(valid, outside, count)].add(1, mode="drop") < 2)
+        uses = jnp.zeros(ends.count, Row).at[jnp.where(valid, outside, ends.count)].add(1, mode="drop")
+        fits &= jnp.all(uses < 2)
     if grid.replicas > 1:
         fits &= jnp.all((home // grid.owners == device // grid.owners) | ~valid)
     at = (outside - home * block).at[table].get(mode="fill", fill_value=block)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from shardc.passes.rewrite.experts import routes
-from shardc.passes.rewrite.experts.routes import Grid
+from shardc.passes.rewrite.experts.routes import Ends, Grid
 
 
 @pytest.fixture
@@ -29,9 +29,7 @@ def _case(replicas: int, owners: int, groups: int, rows: int, outside: int, rng:
     index = rng.integers(0, outside, rows).astype(np.int32)
     replica = index // (grid.block(outside) * owners)
     where = routes.places(grid, jnp.asarray(sizes), jnp.asarray(replica))
-    way = routes.route(
-        grid, where, outside, jnp.asarray(index), jnp.arange(rows, dtype=np.int32), drops=False, alone=False
-    )
+    way = routes.route(grid, where, Ends(outside, jnp.asarray(index), jnp.arange(rows, dtype=np.int32)))
     return grid, sizes, index, where, way
 
 
@@ -72,9 +70,10 @@ def test_what_overflows_is_seen():
     where = routes.places(grid, jnp.full(4, 100), jnp.zeros(400, np.int32))
     rows = jnp.arange(400, dtype=np.int32)
     assert where.fits
-    assert not routes.route(grid, where, 400, rows, rows, drops=False, alone=False).fits  # each source has one target
+    assert not routes.route(grid, where, Ends(400, rows, rows)).fits  # each source has one target
     mixed = (rows * 7) % 400
-    assert routes.route(grid, where, 400, mixed, rows, drops=False, alone=True).fits
-    assert not routes.route(grid, where, 400, mixed.at[0].set(401), rows, drops=False, alone=False).fits
-    assert routes.route(grid, where, 400, mixed.at[0].set(401), rows, drops=True, alone=False).fits
-    assert not routes.route(grid, where, 400, mixed.at[0].set(7), rows, drops=False, alone=True).fits
+    beyond = Ends(400, mixed.at[0].set(401), rows)
+    assert routes.route(grid, where, Ends(400, mixed, rows), alone=True).fits
+    assert not routes.route(grid, where, beyond).fits
+    assert routes.route(grid, where, beyond, drops=True).fits
+    assert not routes.route(grid, where, Ends(400, mixed.at[0].set(7), rows), alone=True).fits
