@@ -141,7 +141,7 @@ def check(placed: Any, fn: Callable[..., Any], x: Any, scores: Any, w: Any) -> N
 def test_both_branches_have_the_numbers_of_one_device(form, mesh, always):
     given = inputs()
     placed = run(FORMS[form], mesh, TOKENS[mesh])
-    assert {c.branch for c in placed.plan(*given).collectives} >= {"expected", "other"}
+    assert "exchange_rows" in {name for name, _ in placed.plan(*given).program.passed}
     check(placed, FORMS[form], *given)
     assert "planned = found" in str(placed.compile(*given).audit())
 
