@@ -280,12 +280,9 @@ class _Fitting:
                 wanted = math.inf
 
 
-ROUNDS: Final = 2
-"""Searches with tables that count what overlaps, at most. A program that computes something again gets one."""
-
-
 LEAST_MOVING: Final = 1e-4
-"""Seconds of collectives for which such a search is worth its time: fewer are within the uncertainty of latencies."""
+"""Seconds of collectives for which a search with tables that count what overlaps is worth its time: fewer are within
+the uncertainty of latencies."""
 LEAST_SHARE: Final = 0.01
 """Their share of a call."""
 
@@ -352,22 +349,17 @@ class _PlanSearch:
     def _fastest(self) -> tuple[Assignment, SpmdPlan]:
         """The choices and the plan that take the fewest seconds: those of the least cost as if nothing overlapped, or
         those of a search that knows what overlaps beside the choices before it."""
-        found = self._least_cost
-        best = found, self._plan_of_choices(found)
-        if not self.mesh.topology.most_hidden:
-            return best
-        cost = AssignmentCost(self.placer.tables.unary, self.placer.tables.pairwise).cost
-        for _ in range(ROUNDS if self.bound == math.inf else 1):
-            if best[1].time.moving < max(LEAST_MOVING, LEAST_SHARE * best[1].seconds):
-                break
-            values = self.placer.overlapping(found).best(proved=False).values
-            if values == found.values:
-                break
-            found = replace(found, values=values, cost=cost(values))
-            plan = self._plan_of_choices(found)
-            if _priced(plan) < _priced(best[1]) * (1 - ROUNDING):
-                best = found, plan
-        return best
+        least, tables = self._least_cost, self.placer.tables
+        plan = self._plan_of_choices(least)
+        much = max(LEAST_MOVING, LEAST_SHARE * plan.seconds)
+        if not self.mesh.topology.most_hidden or plan.time.moving < much:
+            return least, plan
+        values = self.placer.overlapping(least).near(least.values)
+        if values == least.values:
+            return least, plan
+        found = replace(least, values=values, cost=AssignmentCost(tables.unary, tables.pairwise).cost(values))
+        other = self._plan_of_choices(found)
+        return (found, other) if _priced(other) < _priced(plan) * (1 - ROUNDING) else (least, plan)
 
     def _plan_of_choices(self, found: Assignment) -> SpmdPlan:
         placed = self.placer.placed(found)
