@@ -13,6 +13,7 @@ from shardc.ir.program import Program
 from shardc.machine.mesh import MeshView
 from shardc.passes.estimate.backend import backend_of
 from shardc.passes.estimate.sizes import piece_bytes
+from shardc.passes.place.alike_dims import drop_alike_dims
 from shardc.passes.place.problem import Problem, Requirement, build_problem
 from shardc.plan.request import Argument, Request
 from shardc.sbp.placement import Pin, Placement, is_even
@@ -93,4 +94,6 @@ def problem_of(request: Request, ties: Sequence[int | None]) -> Problem:
         others = [replace(a, donated=i not in ties and not a.moves) for i, a in enumerate(request.arguments)]
         back = match_donated(program, others)
     outputs = [Requirement(*asked) for asked in zip(request.results, ties, back, strict=True)]
-    return build_problem(request.entered, inputs, outputs, program.in_paths, program.out_paths, request.mesh.idle)
+    mesh, paths = request.mesh, (program.in_paths, program.out_paths)
+    problem = build_problem(request.entered, inputs, outputs, *paths, mesh.idle)
+    return drop_alike_dims(problem, len(mesh.axes) - len(mesh.idle))

@@ -147,7 +147,7 @@ class Domains(ValueTables):
     def _form(self, n: Node, tables: Sequence[BoxingTable | None]) -> _Form:
         """All choices of a node, as if all sizes were divisible, without duplicates."""
         columns, values = digits(n.options, len(tables)), (*n.operands, *n.results)
-        ranks = tuple(None if v is None else (v.rank, v.op) for v in values)
+        ranks = tuple(None if v is None else (v.rank, v.op, v.unsplit) for v in values)
         key = columns.tobytes(), ranks, tuple(s.split for s in n.options), n.pin, id(n.fixed)
         if key not in self._forms:
             options, orders = self._options(n, columns)

@@ -54,6 +54,8 @@ class Value:
     late: bool = False
     """Made once in a call, and no heavy operation depends on it: its collectives can start with those of others."""
     readers: list[Reader] = field(default_factory=list["Reader"])
+    unsplit: frozenset[int] = frozenset()
+    """Dimensions that are never split, because enough others behave like them (`shardc.passes.place.alike_dims`)."""
 
     @property
     def shape(self) -> tuple[int, ...]:
