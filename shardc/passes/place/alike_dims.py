@@ -9,7 +9,6 @@ about as many as the number of dimensions to the power of the number of axes.
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -69,9 +68,9 @@ class _Sets:
         found = cls()
         for n in nodes:
             for s in n.options:
-                first, *rest = itertools.chain(_dims(n, s), [None])
-                for dim in rest[:-1]:
-                    found.leader[found.first(dim)] = found.first(first)
+                dims = _dims(n, s)
+                for dim in dims[1:]:
+                    found.leader[found.first(dim)] = found.first(dims[0])
         for n in nodes:
             seen = set[_Dim]()
             for s in n.options:
