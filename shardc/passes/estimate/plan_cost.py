@@ -37,9 +37,10 @@ from shardc.ir.walk import (
     work_dtype,
 )  # fmt: skip
 from shardc.machine.mesh import MeshView
+from shardc.passes.estimate.backend import backend_of
 from shardc.passes.estimate.combine import Started, combinations
 from shardc.passes.estimate.overlap import Overlap, hidden_beside
-from shardc.passes.estimate.traffic import FusedGroup, fused_groups
+from shardc.passes.estimate.traffic import FusedGroup, accumulations, fused_groups
 from shardc.sbp.boxing import Boxing
 from shardc.sbp.cost import (
     COLLECTIVES,
@@ -272,6 +273,8 @@ class _CostWalk:
       prices: of operations and of boxings, by what determines them.
       each: the cost of each equation, if that is asked for.
       overlaps: what is hidden beside what, if the costs of equations are asked for.
+      sums: by product that adds to what a loop carries, the sum.
+      inside: the light equations that are part of these products.
     """
 
     def __init__(self, boxed: Boxed, mesh: MeshView, each: dict[Eqn, EquationCost] | None = None) -> None:
@@ -285,6 +288,13 @@ class _CostWalk:
         self.boxings: dict[tuple[Any, Placement, Placement, int], Boxing] = {}
         self.prices: dict[Hashable, _Price] = {}
         self.overlaps: list[Overlap] = []
+        self.sums: dict[Eqn, Var] = {}
+        self.inside: set[Eqn] = set()
+        if backend_of(mesh.topology.backend).products_accumulate:
+            for eqn, parts in accumulations(boxed.jaxpr).items():
+                if ring_of(self.rule(eqn), setting_of(eqn, self.placements, mesh.sizes)) is None:
+                    self.sums[eqn] = parts[0].outvars[0]
+                    self.inside.update(parts)
 
     def scope(self, jaxpr: Jaxpr, trips: int) -> Time:
         """The time of one execution of a jaxpr that runs `trips` times."""
@@ -306,13 +316,20 @@ class _CostWalk:
         for s in (s for found in together for s in found[:-1]):
             time = times[s.eqn]
             times[s.eqn] = replace(time, **{s.kind: getattr(time, s.kind) - s.seconds})
+        self.accumulate(times)
         hidden = self.overlapped(jaxpr, times, together, trips) if self.mesh.topology.overlaps else Time()
         light = plain.union([eqn for eqn in others if self.is_light(eqn)])
-        groups = fused_groups(jaxpr, light, {eqn for eqn in others if _is_same(eqn)}, self.held)
+        groups = fused_groups(jaxpr, light - self.inside, {eqn for eqn in others if _is_same(eqn)}, self.held)
         fused = [max(memory_seconds(g.bytes, self.mesh), sum(map(self.arithmetic, g.eqns))) for g in groups]
         if self.each is not None:
             self.share_out(times, light, zip(groups, fused, strict=True), trips)
         return sum(times.values(), hidden + Time(memory=sum(fused)))
+
+    def accumulate(self, times: dict[Eqn, Time]) -> None:
+        """Let the products of a scope that add to what a loop carries read it, where that takes longer."""
+        for eqn in self.sums.keys() & times.keys():
+            least = memory_seconds(self.touched(eqn) + self.held[self.sums[eqn]], self.mesh)
+            times[eqn] += Time(memory=max(0.0, least - times[eqn].computing))
 
     def overlapped(
         self, jaxpr: Jaxpr, times: Mapping[Eqn, Time], together: Iterable[Sequence[Started]], trips: int

@@ -218,6 +218,7 @@ class Domains(ValueTables):
             for factor, size in n.rule.sizes(operation_of(n.equation)).items():
                 if factor in splits and size:
                     flops = flops / (size / -(-size // splits[factor]))
+            memory += self._moved(n, tables, rows)
             cost = heavy_seconds(flops, memory, self.mesh, work_dtype(n.equation), n.rule.passes, n.rule.kind)
         else:
             cost = LIGHT * (memory / self.mesh.topology.memory_rate) + self._light_seconds(n, tables, rows)
@@ -230,13 +231,20 @@ class Domains(ValueTables):
     ) -> NDArray[np.float64] | float:  # fmt: skip
         """For each choice of a light operation its part of what takes longer in its group: vector arithmetic, or
         reading and writing memory."""
-        held = [None if t is None or r is None else t.local_bytes[r] for t, r in zip(tables, rows, strict=True)]
         if n.group not in self._computing:
-            moved = [share * size for port, share in n.traffic if (size := held[port]) is not None]
-            return np.asarray(sum(moved), np.float64) / self.mesh.topology.memory_rate
+            return self._moved(n, tables, rows) / self.mesh.topology.memory_rate
+        held = [None if t is None or r is None else t.local_bytes[r] for t, r in zip(tables, rows, strict=True)]
         each = element_seconds(n.rule.kind, self.mesh.topology) if n.rule is not None else 0.0
         elements = [h / itemsize_of(a) for h, a in zip(held, n.avals, strict=True) if h is not None]
         return each * np.max(elements, 0) if each and elements else 0.0
+
+    def _moved(
+        self, n: Node, tables: Sequence[BoxingTable | None], rows: Sequence[NDArray[np.int64] | None],
+    ) -> NDArray[np.float64]:  # fmt: skip
+        """For each choice the bytes of `n.traffic`."""
+        ports = ((tables[port], rows[port], share) for port, share in n.traffic)
+        moved = (share * t.local_bytes[r] for t, r, share in ports if t is not None and r is not None)
+        return np.asarray(sum(moved), np.float64)
 
     def _from_afar(
         self, n: Node, far: FarEnd, tables: Sequence[BoxingTable | None], rows: Sequence[NDArray[np.int64] | None],

@@ -28,7 +28,7 @@ from shardc.ir.transfer import is_transfer
 from shardc.ir.user_shard_map import is_unit, unit_placements, unit_signatures, whole_signature
 from shardc.ir.walk import itemsize_of, operation_of
 from shardc.machine.mesh import MeshView
-from shardc.passes.estimate.traffic import PARTLY_READ, UPDATED_OPERAND, joined
+from shardc.passes.estimate.traffic import PARTLY_READ, UPDATED_OPERAND, accumulations, joined
 from shardc.sbp import rules as _rules
 from shardc.sbp.placement import SBP, B, P, Pin, Placement, ReduceOp, S
 from shardc.sbp.signature import Operation, Rule, Signature, find_rule, gathered, signatures
@@ -92,8 +92,9 @@ class Node:
       uneven: an uneven split is allowed although the node is plain, because a pin could ask for it.
       eqn: the equation.
       traffic: for a light operation, the ports whose values it reads from memory or writes to memory, and the share of
-        each.
+        each; for a product that only adds to what a loop carries, its result, which it reads too.
       group: for a light operation, a number that those which are fused with it have too.
+      inside: whether it is part of a product (`accumulations`), and not of a group.
     """
 
     kind: str
@@ -111,6 +112,7 @@ class Node:
     number: int = -1
     traffic: tuple[tuple[int, float], ...] = ()
     group: int = -1
+    inside: bool = False
 
     @property
     def equation(self) -> Eqn:
@@ -122,6 +124,11 @@ class Node:
     def is_light(self) -> bool:
         """Whether it is an operation that is bound by memory bandwidth, and that XLA fuses with others like it."""
         return self.kind == "operation" and self.fixed is None and self.rule is not None and not self.rule.is_heavy
+
+    @property
+    def is_grouped(self) -> bool:
+        """Whether it is a light operation that moves the bytes of its group."""
+        return self.is_light and not self.inside
 
     @property
     def avals(self) -> list[Any]:
@@ -472,10 +479,12 @@ def build_problem(
     in_paths: Sequence[str],
     out_paths: Sequence[str],
     idle: Sequence[str] = (),
+    accumulates: bool = False,
 ) -> Problem:
     """The problem of a canonical jaxpr under requirements on its arguments and results.
 
-    Every pin and every user's shard_map becomes a node here, and loses the mesh's `idle` axes.
+    Every pin and every user's shard_map becomes a node here, and loses the mesh's `idle` axes. `accumulates`:
+    `Backend.products_accumulate`.
     """
     b = Builder(idle)
     sources: list[Node] = []
@@ -500,6 +509,8 @@ def build_problem(
         b.read(value, node, 0, 1.0)
         sinks.append(node)
     _keep_sums_apart(b)
+    if accumulates:
+        _join_sums(jaxpr, b)
     for value in [v for n in b.nodes for v in n.results]:
         _add_traffic(value)
     _join_fused(b)
@@ -544,6 +555,16 @@ def _keep_sums_apart(b: Builder) -> None:
                 reader.node.operands[reader.port] = between.results[0]
 
 
+def _join_sums(jaxpr: Jaxpr, b: Builder) -> None:
+    """Make sums part of the products that add to what a loop carries."""
+    found = accumulations(jaxpr)
+    nodes = {n.eqn: n for n in b.nodes if n.eqn is not None} if found else {}
+    for eqn, parts in found.items():
+        nodes[eqn].traffic = ((len(eqn.invars), 1.0),)
+        for part in parts:
+            nodes[part].inside = True
+
+
 def _add_traffic(value: Value) -> None:
     """Add a value to the memory traffic of the light operations that move its bytes after fusion (`fused_bytes` counts
     it later). A light maker writes the value if another kind of operation reads it. If another kind of operation made
@@ -552,8 +573,8 @@ def _add_traffic(value: Value) -> None:
     if _says_where(maker):
         return
     readers = list(_readers(value)) if any(r.node.kind == "carrier" for r in value.readers) else value.readers
-    light = [r for r in readers if r.node.is_light]
-    if not maker.is_light:
+    light = [r for r in readers if r.node.is_grouped]
+    if not maker.is_grouped:
         for r in light:
             name, port = _name(r.node), r.port
             if port == 0 and name in PARTLY_READ:
@@ -567,10 +588,10 @@ def _add_traffic(value: Value) -> None:
 
 def _join_fused(b: Builder) -> None:
     """Set `group` of each light operation, as `fused_groups` joins them."""
-    values = (v for n in b.nodes if n.is_light for v in n.results)
-    pairs = ((v.maker.number, r.node.number) for v in values for r in _readers(v) if r.node.is_light)
+    values = (v for n in b.nodes if n.is_grouped for v in n.results)
+    pairs = ((v.maker.number, r.node.number) for v in values for r in _readers(v) if r.node.is_grouped)
     for n, group in zip(b.nodes, joined(len(b.nodes), pairs), strict=True):
-        n.group = group if n.is_light else -1
+        n.group = group if n.is_grouped else -1
 
 
 def _readers(value: Value) -> Iterator[Reader]:

@@ -139,5 +139,7 @@ class _RingOffer:
             plain = self.domains.rows_of(self.values[port], columns[options[some]], orders[some])
             boxing[some] = table.seconds[(plain, around) if ring.operand is None else (around, plain)]
             memory[some] += table.local_bytes[plain] - held[port][some]
+        for port, share in self.node.traffic:  # a result in pieces is read again, and added by itself
+            found += 3 * share * held[port] / mesh.topology.memory_rate
         whole = boxing + heavy_seconds(flops, memory, mesh, work_dtype(self.node.equation), kind=self.rule.kind)
         return found, moving, whole - found - np.maximum(LEAST_SECONDS, LEAST_SHARE * whole)
