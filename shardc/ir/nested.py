@@ -5,7 +5,7 @@ Where one of these keeps its bodies, and how it counts its operands, depends on 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Sized
+from collections.abc import Callable, Iterable, Sequence, Sized
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import islice
@@ -52,6 +52,14 @@ def with_bodies(eqn: Eqn, bodies: Iterable[Jaxpr]) -> dict[str, Any]:
         old = params[key]
         params[key] = tuple(map(like, old)) if isinstance(old, tuple) else like(old)
     return params
+
+
+def in_bodies(eqn: Eqn, change: Callable[[Jaxpr], Jaxpr]) -> Eqn:
+    """A nested equation after a change of each of its bodies; itself if none is another object."""
+    bodies = bodies_of(eqn)
+    changed = [change(b) for b in bodies]
+    same = all(new is old for new, old in zip(changed, bodies, strict=True))
+    return eqn if same else eqn.replace(params=with_bodies(eqn, changed))
 
 
 def trips_of(eqn: Eqn) -> int:

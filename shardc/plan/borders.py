@@ -93,5 +93,4 @@ def problem_of(request: Request, ties: Sequence[int | None]) -> Problem:
         others = [replace(a, donated=i not in ties and not a.moves) for i, a in enumerate(request.arguments)]
         back = match_donated(program, others)
     outputs = [Requirement(*asked) for asked in zip(request.results, ties, back, strict=True)]
-    accumulates, idle = backend_of(request.mesh.topology.backend).products_accumulate, request.mesh.idle
-    return build_problem(request.entered, inputs, outputs, program.in_paths, program.out_paths, idle, accumulates)
+    return build_problem(request.entered, inputs, outputs, program.in_paths, program.out_paths, request.mesh)

@@ -166,8 +166,8 @@ TPU: Final = Backend(
 """Seen in the HLO of GPT-2 for v5p: `multiply_reduce_fusion`; arrays of layout `T(8,128)`. Small products fuse their
 operands (`convolution_add_fusion`). Large ones read them from memory, and `divide_convert_fusion` materializes what a
 softmax passes to them: this case is counted. Gradients of a loss in chunks, f32[32768,4096] added up over 8 rounds: a
-`bitcast_add_fusion` takes the cycles of the product alone. Seen in T5 and DLRM: a fusion has no `aliasing_operands` where an operand
-was updated in place, and `broadcast_maximum_fusion`, `select_select_fusion` have several results."""
+`bitcast_add_fusion` takes the cycles of the product alone. Seen in T5 and DLRM: a fusion has no `aliasing_operands`
+where an operand was updated in place, and `broadcast_maximum_fusion`, `select_select_fusion` have several results."""
 
 GPU: Final = Backend(
     reductions_read_memory=False, eager=False, one_layout=False, tiles=False, pieces_stay=False, fuses_siblings=False,

@@ -45,7 +45,7 @@ def accumulations(jaxpr: Jaxpr) -> dict[Eqn, list[Eqn]]:
             continue
         for old, term in (eqn.invars, eqn.invars[::-1]):
             parts = [eqn]
-            if old in home.inputs and (product := _product_of(term, home, parts)) is not None:
+            if home.takes(old) and (product := _product_of(term, home, parts)) is not None:
                 found[product] = parts
     return found
 
@@ -54,7 +54,7 @@ class _Home:
     """The values of one jaxpr: who makes them, and how often they are read."""
 
     def __init__(self, jaxpr: Jaxpr) -> None:
-        self.jaxpr, self.inputs = jaxpr, set(jaxpr.invars)
+        self.jaxpr = jaxpr
 
     @cached_property
     def reads(self) -> Mapping[Var, int]:
@@ -63,6 +63,10 @@ class _Home:
     @cached_property
     def made(self) -> Mapping[Var, Eqn]:
         return {v: e for e in self.jaxpr.eqns for v in e.outvars}
+
+    def takes(self, atom: Atom) -> bool:
+        """Whether a value is an input."""
+        return not compat.is_literal(atom) and atom in self.jaxpr.invars
 
     def returns(self, var: Var) -> bool:
         """Whether a value is a result and nothing else."""

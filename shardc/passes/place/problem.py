@@ -28,6 +28,7 @@ from shardc.ir.transfer import is_transfer
 from shardc.ir.user_shard_map import is_unit, unit_placements, unit_signatures, whole_signature
 from shardc.ir.walk import itemsize_of, operation_of
 from shardc.machine.mesh import MeshView
+from shardc.passes.estimate.backend import backend_of
 from shardc.passes.estimate.traffic import PARTLY_READ, UPDATED_OPERAND, accumulations, joined
 from shardc.sbp import rules as _rules
 from shardc.sbp.placement import SBP, B, P, Pin, Placement, ReduceOp, S
@@ -478,15 +479,13 @@ def build_problem(
     outputs: Sequence[Requirement],
     in_paths: Sequence[str],
     out_paths: Sequence[str],
-    idle: Sequence[str] = (),
-    accumulates: bool = False,
+    mesh: MeshView | None = None,
 ) -> Problem:
     """The problem of a canonical jaxpr under requirements on its arguments and results.
 
-    Every pin and every user's shard_map becomes a node here, and loses the mesh's `idle` axes. `accumulates`:
-    `Backend.products_accumulate`.
+    Every pin and every user's shard_map becomes a node here, and loses the mesh's idle axes.
     """
-    b = Builder(idle)
+    b = Builder(() if mesh is None else mesh.idle)
     sources: list[Node] = []
     for var, asked, path in zip(jaxpr.invars, inputs, in_paths, strict=True):
         node = b.carrier("source", Carried(var.aval, pin=asked.pin), [None], [(var.aval, 1.0)])
@@ -509,7 +508,7 @@ def build_problem(
         b.read(value, node, 0, 1.0)
         sinks.append(node)
     _keep_sums_apart(b)
-    if accumulates:
+    if mesh is not None and backend_of(mesh.topology.backend).products_accumulate:
         _join_sums(jaxpr, b)
     for value in [v for n in b.nodes for v in n.results]:
         _add_traffic(value)

@@ -27,7 +27,7 @@ from shardc.ir.boundary import MARKS
 from shardc.ir.constrain import pin_of
 from shardc.ir.host_callback import runs_once
 from shardc.ir.loop import Loop
-from shardc.ir.nested import NESTED, bodies_of, nested_bodies, parted, with_bodies
+from shardc.ir.nested import NESTED, bodies_of, in_bodies, nested_bodies, parted
 from shardc.ir.program import Program
 from shardc.ir.transfer import is_transfer
 from shardc.ir.user_shard_map import is_unit
@@ -117,15 +117,10 @@ class _Sharer:
         names: dict[Var, Atom] = {}
         changed = False
         for old in jaxpr.eqns:
-            eqn = old
-            if names:
-                eqn = with_atoms(eqn, names)
-            if bodies := bodies_of(eqn):
-                self.outer |= _seen_inside(eqn)
-                new = [self.run(b) for b in bodies]
-                if any(a is not b for a, b in zip(new, bodies, strict=True)):
-                    eqn = eqn.replace(params=with_bodies(eqn, new))
-                    changed = True
+            outer = with_atoms(old, names)
+            self.outer |= _seen_inside(outer) if bodies_of(outer) else {}
+            eqn = in_bodies(outer, self.run)
+            changed |= eqn is not outer
             shared = self.shared(eqn)
             if shared is None:
                 self.made |= {v: (eqn, i) for i, v in enumerate(eqn.outvars)}

@@ -28,7 +28,7 @@ from jax import lax
 
 from shardc import compat
 from shardc.compat import Atom, Eqn, Jaxpr, Var
-from shardc.ir.nested import bodies_of, with_bodies
+from shardc.ir.nested import in_bodies
 from shardc.ir.program import Program
 from shardc.ir.walk import renamed
 from shardc.passes import Context
@@ -62,13 +62,7 @@ def compose_windows(program: Program, _: Context) -> Program:
 
 def composed(jaxpr: Jaxpr) -> Jaxpr:
     """The jaxpr and its nested bodies after composition; the same object if nothing changes."""
-    eqns: list[Eqn] = []
-    for eqn in jaxpr.eqns:
-        bodies = bodies_of(eqn)
-        changed = [composed(b) for b in bodies]
-        if any(new is not old for new, old in zip(changed, bodies, strict=True)):
-            eqn = eqn.replace(params=with_bodies(eqn, changed))
-        eqns.append(eqn)
+    eqns = [in_bodies(e, composed) for e in jaxpr.eqns]
     facts = Facts()
     found = [made for e in eqns for made in facts.add(e)]
     outvars = [facts.named(a) for a in jaxpr.outvars]
