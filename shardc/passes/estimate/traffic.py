@@ -41,11 +41,12 @@ def accumulations(jaxpr: Jaxpr) -> dict[Eqn, list[Eqn]]:
     for eqn in jaxpr.eqns:
         for body in bodies_of(eqn):
             found |= accumulations(body)
-        if eqn.primitive.name not in ADDITIONS or not home.returns(eqn.outvars[0]):
+        if eqn.primitive.name not in ADDITIONS or eqn.outvars[0] not in home.results or home.reads[eqn.outvars[0]] != 1:
             continue
         for old, term in (eqn.invars, eqn.invars[::-1]):
             parts = [eqn]
-            if home.takes(old) and (product := _product_of(term, home, parts)) is not None:
+            known = not compat.is_literal(old) and old in home.inputs
+            if known and (product := _product_of(term, home, parts)) is not None:
                 found[product] = parts
     return found
 
@@ -54,7 +55,7 @@ class _Home:
     """The values of one jaxpr: who makes them, and how often they are read."""
 
     def __init__(self, jaxpr: Jaxpr) -> None:
-        self.jaxpr = jaxpr
+        self.jaxpr, self.inputs, self.results = jaxpr, set(jaxpr.invars), set(compat.variables(jaxpr.outvars))
 
     @cached_property
     def reads(self) -> Mapping[Var, int]:
@@ -63,14 +64,6 @@ class _Home:
     @cached_property
     def made(self) -> Mapping[Var, Eqn]:
         return {v: e for e in self.jaxpr.eqns for v in e.outvars}
-
-    def takes(self, atom: Atom) -> bool:
-        """Whether a value is an input."""
-        return not compat.is_literal(atom) and atom in self.jaxpr.invars
-
-    def returns(self, var: Var) -> bool:
-        """Whether a value is a result and nothing else."""
-        return var in self.jaxpr.outvars and self.reads[var] == 1
 
 
 def _product_of(term: Atom, home: _Home, parts: list[Eqn]) -> Eqn | None:

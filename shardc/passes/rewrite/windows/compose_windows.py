@@ -32,9 +32,11 @@ from shardc.ir.nested import in_bodies
 from shardc.ir.program import Program
 from shardc.ir.walk import renamed
 from shardc.passes import Context
+from shardc.passes.rewrite.windows.in_place import in_place, parts_of
 from shardc.passes.rewrite.windows.static_windows import Write, constant, fill_of
 from shardc.passes.rewrite.windows.window_ways import (
     ELEMENTWISE,
+    MOST_TERMS,
     WAYS,
     Box,
     Facts,
@@ -156,6 +158,8 @@ class _Views:
         """The recipe of a whole result at which a composition begins. None if none begins there."""
         if (moved := self.facts.moved.get(out)) is not None and self._joins(moved, eqn, out):
             return terms_of(moved, shape_of(out)[moved.dim], eqn)
+        if (found := self._in_place(eqn, out)) is not None:
+            return found
         if out in self.facts.writes:
             return self._written(self.facts.writes[out], eqn)
         way = WAYS.get(eqn.primitive.name)
@@ -184,6 +188,33 @@ class _Views:
                 return any(m.joins for m in known)
             case _:
                 return len(moved.terms) < sum(len(m.terms) for m in known)
+
+    def _in_place(self, eqn: Eqn, out: Var) -> Recipe | None:
+        """A result whose rows are made of the same rows of arrays as long, as a choice by position. None if it is not
+        made so."""
+        if not math.prod(shape_of(out)) or is_extended(out.aval.dtype):
+            return None
+        parts = parts_of(eqn, self.facts.writes.get(out))
+        if parts is None or not 0 < len(parts.rows) <= MOST_TERMS:
+            return None
+        found = [in_place(part, begin, parts, self.facts.made) for part, begin in parts.rows]
+        ways = [f for f in found if f is not None]
+        if len(ways) < len(found):
+            return None
+        shape, olds = shape_of(out), [] if parts.old is None else [parts.old]
+
+        def chosen(*values: Any) -> Any:
+            old, rest = (
+                (lax.broadcast(values[0], shape[: len(shape) - values[0].ndim]), values[1:]) if olds else (None, values)
+            )
+            for (part, begin), (reads, way) in zip(parts.rows, ways, strict=True):
+                new, rest = way(rest[: len(reads)]), rest[len(reads) :]
+                new = new if parts.combine is None else parts.combine(old, new)
+                inside = within(shape, [(parts.dim, begin, begin + parts.count(part))])
+                old = new if old is None else lax.select(inside, new, old)
+            return old
+
+        return Recipe([(a, full(a)) for a in (*olds, *(a for reads, _ in ways for a in reads))], chosen, like=eqn)
 
     def _written(self, write: Write, eqn: Eqn) -> Recipe | None:
         """A write as a select between the array and the update. None if the update is small or constant."""
