@@ -51,7 +51,7 @@ class AllRows:
         if compat.is_literal(atom) or not atom.aval.shape:
             return None if atom.aval.shape else self._read(atom)
         eqn = self.made.get(atom)
-        if eqn is None:
+        if eqn is None or not eqn.invars:
             return None if kept else self._repeated(atom, dim)
         if is_extended(atom.aval.dtype) or eqn.effects:
             return None
