@@ -142,14 +142,15 @@ class AllRows:
 
     def _elementwise(self, eqn: Eqn, dim: int, kept: bool) -> Made | None:
         shape = eqn.outvars[0].aval.shape
-        made = [self.of(a, dim, kept) if a.aval.shape in ((), shape) else None for a in eqn.invars]
+        one = [kept and self.count != 1 and bool(a.aval.shape) and a.aval.shape[dim] == 1 for a in eqn.invars]
+        made = [self._read(a) if same else self.of(a, dim, kept) for a, same in zip(eqn.invars, one, strict=True)]
         parts = [m for m in made if m is not None]
         if len(parts) < len(made):
             return None
         shape = (*shape[:dim], self.size, *shape[dim + kept :])
 
         def work(values: Sequence[Any]) -> Any:
-            operands = [x if x.shape else lax.broadcast(x, shape) for x in (m(values) for m in parts)]
+            operands = [lax.broadcast_in_dim(x, shape, range(x.ndim)) for x in (m(values) for m in parts)]
             return eqn.primitive.bind(*operands, **eqn.params)
 
         return work
