@@ -290,11 +290,11 @@ class _CostWalk:
         self.overlaps: list[Overlap] = []
         self.sums: dict[Eqn, Var] = {}
         self.inside: set[Eqn] = set()
-        if backend_of(mesh.topology.backend).products_accumulate:
-            for eqn, parts in accumulations(boxed.jaxpr).items():
-                if ring_of(self.rule(eqn), setting_of(eqn, self.placements, mesh.sizes)) is None:
-                    self.sums[eqn] = parts[0].outvars[0]
-                    self.inside.update(parts)
+        over = backend_of(mesh.topology.backend).accumulates_over
+        for eqn, parts in accumulations(boxed.jaxpr, over).items():
+            if ring_of(self.rule(eqn), setting_of(eqn, self.placements, mesh.sizes)) is None:
+                self.sums[eqn] = parts[0].outvars[0]
+                self.inside.update(parts)
 
     def scope(self, jaxpr: Jaxpr, trips: int) -> Time:
         """The time of one execution of a jaxpr that runs `trips` times."""

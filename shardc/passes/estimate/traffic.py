@@ -15,7 +15,7 @@ from functools import cached_property
 from shardc import compat
 from shardc.compat import Atom, Eqn, Jaxpr, Var
 from shardc.ir.nested import REMAT, bodies_of
-from shardc.ir.walk import ADDITIONS, LINEAR, reads_of
+from shardc.ir.walk import ADDITIONS, reads_of
 from shardc.passes.estimate.backend import PRODUCTS
 
 PARTLY_READ = frozenset(("gather", "slice", "dynamic_slice", "box"))
@@ -33,20 +33,22 @@ class FusedGroup:
     bytes: float
 
 
-def accumulations(jaxpr: Jaxpr) -> dict[Eqn, list[Eqn]]:
+def accumulations(jaxpr: Jaxpr, over: Set[str] | None) -> dict[Eqn, list[Eqn]]:
     """The products of a jaxpr and of its bodies that only add to an input of a body, which gives a result of it, such
     as gradients of weights that a loop adds up. By product, the sum and what rearranges the product before it: the
-    compiler makes them part of the product (`Backend.products_accumulate`)."""
+    compiler makes them part of the product. `over`: `Backend.accumulates_over`."""
+    if over is None:
+        return {}
     found, home = dict[Eqn, list[Eqn]](), _Home(jaxpr)
     for eqn in jaxpr.eqns:
         for body in bodies_of(eqn):
-            found |= accumulations(body)
+            found |= accumulations(body, over)
         if eqn.primitive.name not in ADDITIONS or eqn.outvars[0] not in home.results or home.reads[eqn.outvars[0]] != 1:
             continue
         for old, term in (eqn.invars, eqn.invars[::-1]):
             parts = [eqn]
             known = not compat.is_literal(old) and old in home.inputs
-            if known and (product := _product_of(term, home, parts)) is not None:
+            if known and (product := _product_of(term, home, parts, over)) is not None:
                 found[product] = parts
     return found
 
@@ -66,7 +68,7 @@ class _Home:
         return {v: e for e in self.jaxpr.eqns for v in e.outvars}
 
 
-def _product_of(term: Atom, home: _Home, parts: list[Eqn]) -> Eqn | None:
+def _product_of(term: Atom, home: _Home, parts: list[Eqn], over: Set[str]) -> Eqn | None:
     """The product that nothing but `term` is made of; None if there is none. `parts` gets what rearranges it."""
     while not compat.is_literal(term) and home.reads[term] == 1 and (maker := home.made.get(term)) is not None:
         if maker.primitive.name in PRODUCTS:
@@ -74,7 +76,7 @@ def _product_of(term: Atom, home: _Home, parts: list[Eqn]) -> Eqn | None:
         if maker.primitive.name in REMAT:
             (body,) = bodies_of(maker)
             term, home = body.outvars[maker.outvars.index(term)], _Home(body)
-        elif maker.primitive.name in LINEAR:
+        elif maker.primitive.name in over:
             parts.append(maker)
             term = maker.invars[0]
         else:

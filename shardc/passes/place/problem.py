@@ -508,8 +508,8 @@ def build_problem(
         b.read(value, node, 0, 1.0)
         sinks.append(node)
     _keep_sums_apart(b)
-    if mesh is not None and backend_of(mesh.topology.backend).products_accumulate:
-        _join_sums(jaxpr, b)
+    if mesh is not None:
+        _join_sums(accumulations(jaxpr, backend_of(mesh.topology.backend).accumulates_over), b)
     for value in [v for n in b.nodes for v in n.results]:
         _add_traffic(value)
     _join_fused(b)
@@ -554,9 +554,8 @@ def _keep_sums_apart(b: Builder) -> None:
                 reader.node.operands[reader.port] = between.results[0]
 
 
-def _join_sums(jaxpr: Jaxpr, b: Builder) -> None:
+def _join_sums(found: Mapping[Eqn, Sequence[Eqn]], b: Builder) -> None:
     """Make sums part of the products that add to what a loop carries."""
-    found = accumulations(jaxpr)
     nodes = {n.eqn: n for n in b.nodes if n.eqn is not None} if found else {}
     for eqn, parts in found.items():
         nodes[eqn].traffic = ((len(eqn.invars), 1.0),)

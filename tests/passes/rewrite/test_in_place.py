@@ -25,7 +25,7 @@ CHANGES: dict[str, tuple[tuple[int, ...], Callable[[Any], Any]]] = {
     "half written": ((2, 4, 6), lambda s: s.at[1].set(s[1][::-1])),
     "half added": ((2, 4, 6), lambda s: s.at[0].add(jnp.exp(s[0]))),
     "halves": ((8, 3), lambda s: jnp.concatenate([jnp.sin(s[:4]), jnp.cos(s[4:]) * 2])),
-    "uneven parts": ((13, 3), lambda s: jnp.concatenate([jnp.sin(s[:4]), s[4:7], jnp.cos(s[7:]) * 2])),
+    "uneven parts": ((13, 3), lambda s: jnp.concatenate([jnp.sin(s[:4]), s[4:8], jnp.cos(s[8:]) * 2])),
     "zeros beside": ((2, 6), lambda s: jnp.pad(s[1:] * 2, ((1, 0), (0, 0)))),
 }
 
@@ -42,6 +42,7 @@ KEPT: dict[str, Callable[[Any], Any]] = {
     "halves that change places": lambda s: jnp.stack([jnp.sin(s[1]), s[0]]),
     "a half twice": lambda s: jnp.stack([s[1], jnp.sin(s[1])]),
     "reversed along them": lambda s: jnp.concatenate([jnp.sin(s[1:2]), s[:1][::-1]]),
+    "a row of many": lambda s: jnp.concatenate([s, s, s]).at[1].set(jnp.sin(s[1])),
     "nothing of it": lambda s: jnp.stack([jnp.ones((3, 4)), jnp.zeros((3, 4))]) + s,
 }
 

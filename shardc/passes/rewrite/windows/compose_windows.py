@@ -36,7 +36,6 @@ from shardc.passes.rewrite.windows.in_place import in_place, parts_of
 from shardc.passes.rewrite.windows.static_windows import Write, constant, fill_of
 from shardc.passes.rewrite.windows.window_ways import (
     ELEMENTWISE,
-    MOST_TERMS,
     WAYS,
     Box,
     Facts,
@@ -195,7 +194,7 @@ class _Views:
         if not math.prod(shape_of(out)) or is_extended(out.aval.dtype):
             return None
         parts = parts_of(eqn, self.facts.writes.get(out))
-        if parts is None or not 0 < len(parts.rows) <= MOST_TERMS:
+        if parts is None:
             return None
         found = [in_place(part, begin, parts, self.facts.made) for part, begin in parts.rows]
         ways = [f for f in found if f is not None]
@@ -207,14 +206,14 @@ class _Views:
             old, rest = (
                 (lax.broadcast(values[0], shape[: len(shape) - values[0].ndim]), values[1:]) if olds else (None, values)
             )
-            for (part, begin), (reads, way) in zip(parts.rows, ways, strict=True):
-                new, rest = way(rest[: len(reads)]), rest[len(reads) :]
+            for (part, begin), way in zip(parts.rows, ways, strict=True):
+                new, rest = way.values(rest[: len(way.reads)])[-1], rest[len(way.reads) :]
                 new = new if parts.combine is None else parts.combine(old, new)
                 inside = within(shape, [(parts.dim, begin, begin + parts.count(part))])
                 old = new if old is None else lax.select(inside, new, old)
             return old
 
-        return Recipe([(a, full(a)) for a in (*olds, *(a for reads, _ in ways for a in reads))], chosen, like=eqn)
+        return Recipe([(a, full(a)) for a in (*olds, *(a for way in ways for a in way.reads))], chosen, like=eqn)
 
     def _written(self, write: Write, eqn: Eqn) -> Recipe | None:
         """A write as a select between the array and the update. None if the update is small or constant."""

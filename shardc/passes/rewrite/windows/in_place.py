@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 from jax import lax
@@ -22,8 +22,12 @@ from shardc.compat import Atom, Eqn, Var
 from shardc.passes.rewrite.windows.static_windows import Write
 from shardc.sbp.signature import family_of, is_extended
 
-Made: TypeAlias = Callable[[Sequence[Any]], Any]
-"""A value with all rows, of the values that `AllRows.reads` lists."""
+Step: TypeAlias = Callable[[Sequence[Any], Sequence[Any]], Any]
+"""A value, of those that are read and of those that were made before."""
+MOST_TERMS: Final = 4
+"""Parts of a result, at most: all of them are made of all rows."""
+MOST_STEPS: Final = 64
+"""Operations on some rows that are looked at."""
 
 
 @dataclass
@@ -35,7 +39,9 @@ class AllRows:
     Attributes:
       made: the equation that computes each variable.
       reads: the values that it is made of.
-      found: whether rows of an array are among them.
+      steps: the values that are made of them, one after the other.
+      known: the number of the step that makes a value with all rows along a dimension; None if none does.
+      found: whether rows of an array are among `reads`.
     """
 
     begin: int
@@ -43,11 +49,30 @@ class AllRows:
     size: int
     made: Mapping[Var, Eqn]
     reads: list[Atom] = field(default_factory=list[Atom])
+    steps: list[Step] = field(default_factory=list[Step])
+    known: dict[tuple[Var, int, bool], int | None] = field(default_factory=dict[tuple[Var, int, bool], "int | None"])
     found: bool = False
 
-    def of(self, atom: Atom, dim: int, kept: bool = True) -> Made | None:
-        """A value with all rows along dimension `dim`, which `atom` itself has if it is `kept`. None if it is not made
-        of the same rows of an array."""
+    def of(self, atom: Atom, dim: int, kept: bool = True) -> int | None:
+        """The step that makes a value with all rows along dimension `dim`, which `atom` itself has if it is `kept`.
+        None if it is not made of the same rows of an array."""
+        if compat.is_literal(atom):
+            return self._made(atom, dim, kept)
+        key = atom, dim, kept
+        if key not in self.known:
+            self.known[key] = None
+            if len(self.known) <= MOST_STEPS:
+                self.known[key] = self._made(atom, dim, kept)
+        return self.known[key]
+
+    def values(self, reads: Sequence[Any]) -> list[Any]:
+        """The results of all steps."""
+        done = list[Any]()
+        for step in self.steps:
+            done.append(step(reads, done))
+        return done
+
+    def _made(self, atom: Atom, dim: int, kept: bool) -> int | None:
         if compat.is_literal(atom) or not atom.aval.shape:
             return None if atom.aval.shape else self._read(atom)
         eqn = self.made.get(atom)
@@ -71,19 +96,26 @@ class AllRows:
             case _:
                 return None
 
-    def _read(self, atom: Atom) -> Made:
+    def _step(self, step: Step) -> int:
+        self.steps.append(step)
+        return len(self.steps) - 1
+
+    def _then(self, made: int | None, change: Callable[[Any], Any]) -> int | None:
+        return None if made is None else self._step(lambda _, done: change(done[made]))
+
+    def _read(self, atom: Atom) -> int:
         if compat.is_literal(atom):
-            return lambda _: np.asarray(atom.val, atom.aval.dtype)
+            return self._step(lambda reads, done: np.asarray(atom.val, atom.aval.dtype))
         k = len(self.reads)
         self.reads.append(atom)
-        return lambda values: values[k]
+        return self._step(lambda reads, done: reads[k])
 
-    def _repeated(self, atom: Atom, dim: int) -> Made:
+    def _repeated(self, atom: Atom, dim: int) -> int | None:
         shape = (*atom.aval.shape[:dim], self.size, *atom.aval.shape[dim:])
         dims = [d + (d >= dim) for d in range(len(atom.aval.shape))]
-        return _then(self._read(atom), lambda x: lax.broadcast_in_dim(x, shape, dims))
+        return self._then(self._read(atom), lambda x: lax.broadcast_in_dim(x, shape, dims))
 
-    def _sliced(self, eqn: Eqn, dim: int, kept: bool) -> Made | None:
+    def _sliced(self, eqn: Eqn, dim: int, kept: bool) -> int | None:
         (x,), p = eqn.invars, eqn.params
         rank = len(x.aval.shape)
         cuts = list(zip(p["start_indices"], p["limit_indices"], p["strides"] or (1,) * rank, strict=True))
@@ -94,36 +126,36 @@ class AllRows:
         cuts = [*cuts[:dim], whole, *cuts[dim + kept :]]
         self.found |= here
         made = self._read(x) if here else self.of(x, dim, kept)
-        return _then(made, lambda x: lax.slice(x, *([c[i] for c in cuts] for i in range(3))))
+        return self._then(made, lambda x: lax.slice(x, *([c[i] for c in cuts] for i in range(3))))
 
-    def _squeezed(self, eqn: Eqn, dim: int, kept: bool) -> Made | None:
+    def _squeezed(self, eqn: Eqn, dim: int, kept: bool) -> int | None:
         (x,), gone = eqn.invars, set(eqn.params["dimensions"])
         left = [d for d in range(len(x.aval.shape)) if d not in gone]
         if kept:
-            return _then(self.of(x, left[dim]), lambda x: lax.squeeze(x, sorted(gone)))
+            return self._then(self.of(x, left[dim]), lambda x: lax.squeeze(x, sorted(gone)))
         rows = [row for row in sorted(gone) if self.count == 1 and sum(d < row for d in left) == dim]
         found = ((row, made) for row in rows if (made := self.of(x, row)) is not None)
         row, made = next(found, (0, None))
-        return _then(made, lambda x: lax.squeeze(x, sorted(gone - {row})))
+        return self._then(made, lambda x: lax.squeeze(x, sorted(gone - {row})))
 
-    def _unstacked(self, eqn: Eqn, number: int, dim: int, kept: bool) -> Made | None:
+    def _unstacked(self, eqn: Eqn, number: int, dim: int, kept: bool) -> int | None:
         here = not kept and (eqn.params["axis"], number, len(eqn.outvars)) == (dim, self.begin, self.size)
         self.found |= here
         return self._read(eqn.invars[0]) if here else None
 
-    def _turned(self, eqn: Eqn, dim: int, kept: bool) -> Made | None:
+    def _turned(self, eqn: Eqn, dim: int, kept: bool) -> int | None:
         (x,), p = eqn.invars, eqn.params
         if eqn.primitive is lax.rev_p:
             dims = tuple(d + (not kept and d >= dim) for d in p["dimensions"])
-            return None if kept and dim in dims else _then(self.of(x, dim, kept), lambda x: lax.rev(x, dims))
+            return None if kept and dim in dims else self._then(self.of(x, dim, kept), lambda x: lax.rev(x, dims))
         order = p["permutation"]
         if kept:
-            return _then(self.of(x, order[dim]), lambda x: lax.transpose(x, order))
+            return self._then(self.of(x, order[dim]), lambda x: lax.transpose(x, order))
         order = [d + (d >= dim) for d in order]
         order.insert(dim, dim)
-        return _then(self.of(x, dim, kept), lambda x: lax.transpose(x, order))
+        return self._then(self.of(x, dim, kept), lambda x: lax.transpose(x, order))
 
-    def _broadcast(self, eqn: Eqn, dim: int, kept: bool) -> Made | None:
+    def _broadcast(self, eqn: Eqn, dim: int, kept: bool) -> int | None:
         x, into = eqn.invars[0], list(eqn.params["broadcast_dimensions"])
         shape = list(eqn.outvars[0].aval.shape)
         inside = kept and dim in into and bool(x.aval.shape[into.index(dim)] == self.count)
@@ -131,16 +163,16 @@ class AllRows:
         if not kept:
             into = [d + (d >= dim) for d in into]
         if inside:
-            return _then(self.of(x, into.index(dim)), lambda x: lax.broadcast_in_dim(x, shape, into))
+            return self._then(self.of(x, into.index(dim)), lambda x: lax.broadcast_in_dim(x, shape, into))
         if not x.aval.shape:
-            return _then(self._read(x), lambda x: lax.broadcast_in_dim(x, shape, into))
+            return self._then(self._read(x), lambda x: lax.broadcast_in_dim(x, shape, into))
         if dim in into or (kept and self.count != 1):
             return None
         at = sum(d < dim for d in into)
         into = [*into[:at], dim, *into[at:]]
-        return _then(self.of(x, at, kept=False), lambda x: lax.broadcast_in_dim(x, shape, into))
+        return self._then(self.of(x, at, kept=False), lambda x: lax.broadcast_in_dim(x, shape, into))
 
-    def _elementwise(self, eqn: Eqn, dim: int, kept: bool) -> Made | None:
+    def _elementwise(self, eqn: Eqn, dim: int, kept: bool) -> int | None:
         shape = eqn.outvars[0].aval.shape
         one = [kept and self.count != 1 and bool(a.aval.shape) and a.aval.shape[dim] == 1 for a in eqn.invars]
         made = [self._read(a) if same else self.of(a, dim, kept) for a, same in zip(eqn.invars, one, strict=True)]
@@ -149,15 +181,11 @@ class AllRows:
             return None
         shape = (*shape[:dim], self.size, *shape[dim + kept :])
 
-        def work(values: Sequence[Any]) -> Any:
-            operands = [lax.broadcast_in_dim(x, shape, range(x.ndim)) for x in (m(values) for m in parts)]
+        def work(_: Sequence[Any], done: Sequence[Any]) -> Any:
+            operands = [lax.broadcast_in_dim(x, shape, range(x.ndim)) for x in (done[m] for m in parts)]
             return eqn.primitive.bind(*operands, **eqn.params)
 
-        return work
-
-
-def _then(made: Made | None, step: Callable[[Any], Any]) -> Made | None:
-    return None if made is None else lambda values: step(made(values))
+        return self._step(work)
 
 
 class Parts(NamedTuple):
@@ -208,9 +236,10 @@ def parts_of(eqn: Eqn, write: Write | None) -> Parts | None:
             return None
 
 
-def in_place(atom: Atom, begin: int, parts: Parts, made: Mapping[Var, Eqn]) -> tuple[list[Atom], Made] | None:
-    """The values that a part which begins at `begin`, and all rows around it, are made of, and how. None if it is not
-    made of the same rows of arrays as long as the result."""
+def in_place(atom: Atom, begin: int, parts: Parts, made: Mapping[Var, Eqn]) -> AllRows | None:
+    """What a part that begins at `begin`, and all rows around it, are made of: the last step makes them. None if it is
+    not made of the same rows of arrays as long as the result, or has few of them."""
     rows = AllRows(begin, parts.count(atom), parts.size, made)
-    found = rows.of(atom, parts.dim, parts.kept)
-    return None if found is None or not rows.found else (rows.reads, found)
+    if parts.size > MOST_TERMS * rows.count:
+        return None
+    return rows if rows.of(atom, parts.dim, parts.kept) is not None and rows.found else None
