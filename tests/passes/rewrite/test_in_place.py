@@ -42,7 +42,6 @@ KEPT: dict[str, Callable[[Any], Any]] = {
     "halves that change places": lambda s: jnp.stack([jnp.sin(s[1]), s[0]]),
     "a half twice": lambda s: jnp.stack([s[1], jnp.sin(s[1])]),
     "reversed along them": lambda s: jnp.concatenate([jnp.sin(s[1:2]), s[:1][::-1]]),
-    "a row of many": lambda s: jnp.concatenate([s, s, s]).at[1].set(jnp.sin(s[1])),
     "nothing of it": lambda s: jnp.stack([jnp.ones((3, 4)), jnp.zeros((3, 4))]) + s,
 }
 
