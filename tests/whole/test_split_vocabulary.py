@@ -80,8 +80,8 @@ SENT: list[tuple[Callable[..., Any], str, int]] = [
     (chunked, "8", 1792), (online, "4x2", 1793), (online, "2x4", 1282), (tied, "4x2", 2050), (tied, "2x4", 2050),
     (online, "8", 2240),
 ]  # fmt: skip
-"""MiB by hand, but of the last one. There a plan of 2,029 MiB takes 75.5 ms by XLA's schedule, and the one that is found
-75.2 ms with 2,800 MiB: neither is the better one."""
+"""MiB by hand, but of the last one. There a plan of 2,029 MiB takes 75.5 ms by XLA's schedule, and the one that is
+found 75.2 ms with 2,800 MiB: neither is the better one."""
 
 
 @pytest.mark.parametrize(("loss", "mesh", "by_hand"), SENT)
