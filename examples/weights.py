@@ -17,6 +17,7 @@ import argparse
 import itertools
 import json
 import math
+import multiprocessing
 import re
 import sys
 import tempfile
@@ -28,12 +29,11 @@ from typing import Any
 import jax
 import numpy as np
 from safetensors import safe_open
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 import shardc
 from examples import gpt2, llama
 from examples.train import fake_cpu_devices, positive
-from shardc import S
 
 LLAMA = {  # examples/llama.py
     "embed/embedding": "model.embed_tokens.weight: v d -> v d",
@@ -106,8 +106,8 @@ class Part:
         return tuple(math.prod(self.sizes[f] for f in factors) for factors in self.axes)
 
     def cut(self, tensor: Any, ranges: Mapping[str, range]) -> np.ndarray:
-        """The elements in some ranges of the leaf's dimensions, in the leaf's order. Of an array it is a view, of a slice
-        of safetensors what is read."""
+        """The elements in some ranges of the leaf's dimensions, in the leaf's order: of an array a view, of a slice of
+        safetensors what is read."""
         ranges, slices, shape, rest = {**ranges, **self.fixed}, [], [], []
         for factors in self.axes:
             start, stop = 0, 1
@@ -207,3 +207,127 @@ def write(folder: Path, params: Any, table: Table, prefix: str = "", limit: int 
     if jax.process_index() == 0:
         index = {"metadata": {}, "weight_map": {n: f for f, members in zip(names, files, strict=True) for n in members}}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def gemma(layers: int, d: int, heads: int, k: int, hidden: int, vocab: int) -> Any:
+    """The shapes of a Gemma, in bfloat16."""
+    layer = {
+        "pre_attention_norm": {"scale": (d,)},
+        "attn": {
+            "q_einsum": {"w": (heads, d, k)},
+            "kv_einsum": {"w": (2, 1, d, k)},
+            "attn_vec_einsum": {"w": (heads, k, d)},
+        },
+        "pre_ffw_norm": {"scale": (d,)},
+        "mlp": {"gating_einsum": (2, d, hidden), "linear": (hidden, d)},
+    }
+    whole = {"embedder": {"input_embedding": (vocab, d)}, "final_norm": {"scale": (d,)}}
+    whole |= {f"layer_{i}": layer for i in range(layers)}
+    return jax.tree.map(
+        lambda s: jax.ShapeDtypeStruct(s, jax.numpy.bfloat16), whole, is_leaf=lambda x: type(x) is tuple
+    )
+
+
+def shapes(module: Any, cfg: Any) -> Any:
+    """The shapes of the parameters of a model of the zoo."""
+    return jax.eval_shape(module.make_step(cfg)[0], jax.random.key(0))[0]
+
+
+def models() -> dict[str, tuple[Table, Any]]:
+    """Of each layout the table and the shapes of a small model."""
+    scanned = replace(llama.CONFIGS["test"], scan_layers=True)
+    return {
+        "llama": (LLAMA, shapes(llama, llama.CONFIGS["test"])),
+        "llama, scanned": (SCANNED_LLAMA, shapes(llama, scanned)),
+        "gpt2": (GPT2, shapes(gpt2, gpt2.CONFIGS["test"])),
+        "gemma": (GEMMA, gemma(layers=2, d=32, heads=4, k=16, hidden=48, vocab=64)),
+    }
+
+
+def random(like: Any) -> Any:
+    """Parameters at random, on the host; of large ones all rows are alike, and take no memory."""
+    rng = np.random.default_rng(0)
+
+    def one(x):
+        shape = x.shape if x.size < 2**20 else x.shape[-1:]
+        return np.broadcast_to(rng.normal(size=shape).astype(x.dtype), x.shape)
+
+    return jax.tree.map(one, like)
+
+
+def memory(name: str) -> int:
+    """Bytes of this process, of /proc/self/status: VmRSS those that it has, with pages of files, VmHWM the most yet."""
+    (line,) = [one for one in Path("/proc/self/status").read_text().splitlines() if one.startswith(name)]
+    return int(line.split()[1]) * 1024
+
+
+def there_and_back(name: str, table: Table, like: Any, mesh: jax.sharding.Mesh) -> None:
+    """A model at random in files, on the mesh, and in files again."""
+    with tempfile.TemporaryDirectory() as here, tempfile.TemporaryDirectory() as back:
+        write(Path(here), random(like), table, limit=50_000)
+        params = shardc.put(like, mesh, shardc.fsdp("data"), read=reader(Path(here), table, like))
+        write(Path(back), params, table)
+        tensors, again = (
+            {n: x for f in Path(d).glob("*.safetensors") for n, x in load_file(f).items()} for d in (here, back)
+        )
+        equal = tensors.keys() == again.keys() and all((tensors[n] == again[n]).all() for n in tensors)
+        print(
+            f"{name}: {len(tensors)} tensors in {len(list(Path(here).glob('*.safetensors')))} files, "
+            f"{len(jax.tree.leaves(params))} leaves, back {'equal' if equal else 'NOT EQUAL'}"
+        )
+
+
+def write_llama(folder: str, megabytes: int) -> None:
+    write(Path(folder), random(large(megabytes)), LLAMA, limit=2**29)
+
+
+def large(megabytes: int) -> Any:
+    """The shapes of a Llama of about so many megabytes."""
+    layers = max(1, round((megabytes - 524) / 243))
+    cfg = llama.Config(layers=layers, d_model=2048, heads=16, kv_heads=4, hidden=8192, seq=16, vocab=32_000)
+    return shapes(llama, cfg)
+
+
+def measure(megabytes: int, mesh: jax.sharding.Mesh) -> None:
+    """Prints what the host had while a model went onto the mesh, beside what is on (fake CPU) devices in the end."""
+    like = large(megabytes)
+    with tempfile.TemporaryDirectory() as folder:
+        child = multiprocessing.get_context("spawn").Process(target=write_llama, args=(folder, megabytes))
+        child.start()
+        child.join()
+        begin, read, largest = memory("VmRSS"), reader(Path(folder), LLAMA, like), 0
+
+        def seen(path: str, at: Index) -> np.ndarray:
+            nonlocal largest
+            piece = read(path, at)
+            largest = max(largest, piece.nbytes)
+            return piece
+
+        params = shardc.put(like, mesh, shardc.fsdp("data"), read=seen)
+        size = sum(x.nbytes for x in jax.tree.leaves(params))
+        host = memory("VmHWM") - begin - size
+    print(
+        f"{size / 1e6:.0f} MB on {mesh.size} devices; the largest piece has {largest / 1e6:.1f} MB; "
+        f"the host had at most {host / 1e6:.0f} MB more than these and what it began with"
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m examples.weights", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--megabytes", type=positive, help="only measure, with a Llama of this size")
+    parser.add_argument("--devices", type=positive, default=8)
+    options = parser.parse_args(argv)
+    fake_cpu_devices(options.devices)
+    mesh = shardc.make_mesh(data=options.devices)
+    if options.megabytes:
+        measure(options.megabytes, mesh)
+        return 0
+    for name, (table, like) in models().items():
+        there_and_back(name, table, like, mesh)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

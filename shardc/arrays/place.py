@@ -324,10 +324,9 @@ def array_of(
 
     @cache
     def shard(box: Index) -> Any:
-        made = on_host(box)
-        if one_by_one:
-            made = jax.block_until_ready(jax.device_put(handed_over(made, sharding.mesh), devices[box]))
-        return made
+        if not one_by_one:
+            return on_host(box)
+        return jax.block_until_ready(jax.device_put(handed_over(on_host(box), sharding.mesh), devices[box]))
 
     def on_host(box: Index) -> NDArray[Any]:
         found, block = piece(box), (*(b - a for a, b in box), *tail)
