@@ -24,6 +24,7 @@ from shardc.execute.remote_values import bring
 from shardc.ir.constrain import constrain_p
 from shardc.machine.devices import is_remote
 from shardc.machine.mesh import AnyMesh, view
+from shardc.passes.trace.constants import is_foreign_array
 from shardc.passes.trace.pins import Leaf, Pins, code_text
 from shardc.passes.trace.trace import is_array, leaves_by_path, path_text
 from shardc.sbp.placement import AUTO, Auto, Pin, Placement, S, as_sbp
@@ -59,8 +60,8 @@ def put(
       The tree with jax.Arrays; where a placement is an uneven split or a partial sum, PlacedArrays.
 
     Raises:
-      ArgumentError: `mesh` is no mesh, or has no devices; arrays were donated to a call; parts do not make up an
-        array; or `read` gives elements of another shape or type.
+      ArgumentError: `mesh` is no mesh, or has no devices; arrays were donated to a call, or are tensors of another
+        library; parts do not make up an array; or `read` gives elements of another shape or type.
       DisagreementError: values, or parts that several processes hold, differ between processes.
       PlacementError: a placement does not fit the mesh or its array, or the two trees do not match; or a leaf to be
         read has none.
@@ -78,19 +79,12 @@ def put(
         )
     pairs, structure = leaves_by_path(tree), jax.tree.structure(tree)
     paths, leaves = [path_text(path) for path, _ in pairs], [x for _, x in pairs]
-    refuse_gone("shardc.put: arrays that are gone", zip(paths, leaves, strict=True))
+    _refuse_leaves(paths, leaves, read is None, here)
     placed = _placements(placements, structure, paths, list(map(leaf_of, paths, paths, leaves)), mesh)
     if isinstance(mesh, AbstractMesh):
         raise ArgumentError("shardc.put needs a mesh with devices; this one only plans (it names a topology).")
     if read is not None:
-        if here:
-            raise ArgumentError("shardc.put: here=True and read= are two ways to give a process's part; leave one out.")
         return jax.tree.unflatten(structure, read_leaves(read, paths, leaves, mesh, placed))
-    if described := [path for path, x in zip(paths, leaves, strict=True) if isinstance(x, jax.ShapeDtypeStruct)]:
-        raise ArgumentError(
-            f"shardc.put: {described[0]} is a jax.ShapeDtypeStruct, which has no elements; give an array, or read=, a "
-            "function of a path and an index that gives them."
-        )
     if is_remote(mesh.devices.flat):
         return jax.tree.unflatten(structure, [put_remote(x, mesh, p) for x, p in zip(leaves, placed, strict=True)])
     group = group_of_mesh(mesh)
@@ -110,6 +104,26 @@ def put(
             "this process's part. Give placements as dicts from axis to sbp."
         )
     return jax.tree.unflatten(structure, leaves)
+
+
+def _refuse_leaves(paths: Sequence[str], leaves: Sequence[Any], needs_values: bool, here: bool) -> None:
+    """Raise ArgumentError for leaves that cannot be put."""
+    pairs = list(zip(paths, leaves, strict=True))
+    refuse_gone("shardc.put: arrays that are gone", pairs)
+    if foreign := [
+        f"{path}: a {type(x).__name__} is an array of another library; give np.asarray of it"
+        for path, x in pairs
+        if is_foreign_array(x) and not is_array(x)
+    ]:
+        raise ArgumentError(all_offenders("shardc.put: arrays that JAX does not know", foreign))
+    if here and not needs_values:
+        raise ArgumentError("shardc.put: here=True and read= are two ways to give a process's part; leave one out.")
+    described = [path for path, x in pairs if isinstance(x, jax.ShapeDtypeStruct)]
+    if needs_values and described:
+        raise ArgumentError(
+            f"shardc.put: {described[0]} is a jax.ShapeDtypeStruct, which has no elements; give an array, or read=, a "
+            "function of a path and an index that gives them."
+        )
 
 
 def _placements(
