@@ -150,10 +150,9 @@ class ReadLeaf:
         """The array on the mesh; on one of another JAX runtime a RemoteArray, with its value if that is small."""
         if not is_remote(mesh.devices.flat):
             return self.place.read(self.elements)
-        aval = self.place.aval
-        return put_remote(
-            self.elements(tuple((0, n) for n in aval.shape)) if is_small(aval) else aval, mesh, self.place.placement
-        )
+        small, shape = is_small(self.place.aval), self.place.shape
+        whole = self.elements(tuple((0, n) for n in shape)) if small else jax.ShapeDtypeStruct(shape, self.place.dtype)
+        return put_remote(whole, mesh, self.place.placement)
 
 
 def read_leaves(

@@ -20,8 +20,8 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 
 from shardc import compat
 from shardc.errors import MeshError, did_you_mean
+from shardc.machine.devices import RemoteDevice, domain_of, process_of, processes_of
 from shardc.machine.devices import devices as devices_of_run
-from shardc.machine.devices import domain_of, process_of, processes_of
 from shardc.machine.puts import LINKS, carrier_between
 from shardc.machine.topology import (
     BETWEEN_PROCESSES,
@@ -153,8 +153,8 @@ def make_mesh(
       hbm: memory of a device, as `"95GB"` or, from 10 kB on, in bytes; overrides the topology's, or that of known TPUs
         and GPUs. JAX has one mesh object for equal axes over the same devices: `calibration` and `hbm` of the last call
         hold for functions that are made after it.
-      devices: those of the mesh, in its order, as `jax.devices()[4:]`; neighbours lie along the last axis. By default
-        shardc chooses and orders them.
+      devices: those of the mesh, in its order, as `shardc.devices()[4:]`; neighbours lie along the last axis. By
+        default shardc chooses and orders them.
       **axes: name and size of each axis, outermost first. One size may be -1: as many devices as there are.
 
     Returns:
@@ -216,11 +216,11 @@ def _given_devices(devices: Iterable[Any], topology: str | None) -> list[Any]:
     """The devices that the user names."""
     if topology is not None:
         raise MeshError("topology= plans without devices, devices= names some that are there; give only one of them.")
-    fix = "write a list of JAX's devices, as devices=jax.devices()[:4]."
+    fix = "write a list of devices, as devices=shardc.devices()[:4]."
     if not isinstance(devices, Iterable):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise MeshError(f"devices={devices!r}: {fix}")
     found = list(np.asarray(list(devices), object).flat)
-    if wrong := [d for d in found if not isinstance(d, jax.Device)]:
+    if wrong := [d for d in found if not isinstance(d, jax.Device | RemoteDevice)]:
         raise MeshError(f"devices=: {wrong[0]!r} is no device; {fix}")
     if twice := [d for d, n in Counter(found).items() if n > 1]:
         raise MeshError(f"devices=: {twice[0]} is there {found.count(twice[0])} times; name each device once.")

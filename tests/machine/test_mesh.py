@@ -104,7 +104,7 @@ LIKE_JAX = [
 ]
 BY_NAME = "shardc.make_mesh takes the size of each axis by the name of the axis; write shardc.make_mesh"
 WRITE = "write shardc.make_mesh(data=4, model=2), or data=-1 for all devices that there are."
-DEVICES = "write a list of JAX's devices, as devices=jax.devices()[:4]."
+DEVICES = "write a list of devices, as devices=shardc.devices()[:4]."
 NEEDS = "A mesh needs a positive number of devices for each axis, got"
 
 
