@@ -796,11 +796,16 @@ def _compiles_only(client: Any) -> bool:
     return type(client).__name__ == "CompileOnlyPyClient"
 
 
-# Why: JAX writes an executable of compile-only devices to its compilation cache, and cannot read it from there.
+# Why: JAX writes an executable of compile-only devices to its compilation cache, and cannot read it from there; and
+# XLA:CPU writes one that was read from there without its code.
 @contextmanager
-def compiles_again() -> Generator[None, None, None]:
-    """A context in which JAX keeps no executables of compile-only devices."""
-    with _replacing(_cache, "is_cache_used", lambda used: lambda client: not _compiles_only(client) and used(client)):
+def compiles_again(for_all: bool = False) -> Generator[None, None, None]:
+    """A context in which JAX keeps no executables of compile-only devices, or of no devices at all."""
+
+    def unless(used: Callable[[Any], bool]) -> Callable[[Any], bool]:
+        return lambda client: not (for_all or _compiles_only(client)) and used(client)
+
+    with _replacing(_cache, "is_cache_used", unless):
         yield
 
 

@@ -16,12 +16,14 @@ from shardc.arrays.fetch import values
 from shardc.arrays.placed import as_jax, leaf_aval
 from shardc.calls.opened import STRUCTURE
 from shardc.calls.openers import OpenArguments
-from shardc.errors import CheckError, MeshError, all_offenders
+from shardc.errors import CheckError, MeshError, all_offenders, writing
 from shardc.execute.call_cache import CallCache
 from shardc.execute.executable import Executable, OtherCallError
 from shardc.execute.in_turn import in_turn
+from shardc.machine.devices import me, processes_of
 from shardc.machine.mesh import without_mesh
 from shardc.passes.trace.trace import Call, is_array, settings
+from shardc.plan.saved_plan import record, write_compiled
 from shardc.plan.verify_signatures import check_found
 from shardc.plans import Plan, no_attribute
 from shardc.sbp.signature import is_extended
@@ -141,6 +143,21 @@ class Compiled(CompiledCall[Executable, Plan]):
     def report(self, path: str | PathLike[str]) -> None:
         """Writes the page of the plan, as `plan.report`."""
         self.plan.report(path)
+
+    @compat.api_boundary
+    def save(self, path: str | PathLike[str]) -> None:
+        """Writes the plan and the program that XLA has compiled for it, as one file.
+
+        `shardc.function(plan=path)` loads it in another process, if program, plan, releases and machine are the same,
+        and says what differs if they are not. If the mesh has devices of several processes, the first of them writes.
+
+        Raises:
+          ArgumentError: the program calls Python, or the backend cannot write it; or the path cannot be written.
+        """
+        code = self.executable.code
+        if me() == processes_of(self.executable.mesh.devices.flat)[0] or self.executable.absent:
+            with writing(path):
+                write_compiled(record(self.plan), code, path)
 
     @compat.api_boundary
     def check(self, *args: Any, **kwargs: Any) -> CheckReport:

@@ -25,6 +25,7 @@ from shardc.execute.agreement import Agreement
 from shardc.execute.at_work import line_if_long
 from shardc.execute.name_nan import name_first
 from shardc.execute.process_group import group_of_mesh
+from shardc.execute.saved_code import cache_hits, code_of, facts_of, loaded
 from shardc.ir.host_callback import CALLBACKS, kept_text, raise_kept
 from shardc.ir.memory_move import MEMORY_KIND
 from shardc.ir.program import Program
@@ -40,6 +41,7 @@ from shardc.passes.lower.lower import Lowering
 from shardc.passes.trace.trace import settings
 from shardc.plan.digest import digest_of
 from shardc.plan.plan import PlacedProgram
+from shardc.plan.saved_plan import MachineCode, SavedPlan
 from shardc.sbp.layout import bits_of, physical_spec
 from shardc.sbp.placement import local_shape
 from shardc.sbp.signature import is_extended
@@ -101,13 +103,17 @@ class Executable:
 
     moves_arguments = False
     unchecked = False
+    _from_cache: Sequence[str] = ()
 
-    def __init__(self, plan: PlacedProgram, mesh: AnyMesh, token: bool = False) -> None:
+    def __init__(
+        self, plan: PlacedProgram, mesh: AnyMesh, token: bool = False, saved: SavedPlan | None = None
+    ) -> None:
         """Compile a plan.
 
         Args:
           plan: the plan.
           mesh: the mesh, with devices.
+          saved: the plan as it was saved; its code is loaded, if it has some, and nothing is compiled.
           token: append a zero-byte result to those of `run`. It is never donated, and becomes ready when the program
             has finished.
         """
@@ -118,7 +124,7 @@ class Executable:
             )
         if is_remote(mesh.devices.flat):
             raise MeshError(f"{plan.program.name}: its mesh ({plan.mesh}) {other_runtimes_text(mesh)}")
-        self.plan, self.mesh = plan, mesh
+        self.plan, self.mesh, self._saved = plan, mesh, saved
         self.absent = is_absent(mesh)
         self._sizes = plan.mesh.sizes
         self._inputs = places(plan.program.in_avals, mesh, plan.inputs)
@@ -476,10 +482,41 @@ class Executable:
     def _wanted_options(self) -> Mapping[str, str]:
         return {} if self.mesh.devices.flat[0].platform == "cpu" else self.plan.xla_options
 
+    @property
+    def code(self) -> MachineCode:
+        """The compiled program as it is saved.
+
+        Raises:
+          ArgumentError: it calls Python, or no backend can write it.
+        """
+        name = self.plan.program.name
+        if self._calls_back or self._below_a_byte:
+            what = "calls Python, which is in this process" if self._calls_back else "takes arrays of less than a byte"
+            raise ArgumentError(f"{name} {what}: its compiled program cannot be saved; compiled.plan.save(path) can.")
+        if self._saved is not None and self._saved.code is not None:
+            return self._saved.code
+        _ = self.compiled
+        if self._from_cache:  # XLA:CPU writes what it has read there without its code
+            with compat.compiles_again(for_all=True):
+                return Executable(self.plan, self.mesh, self._token).code
+        return code_of(self.compiled, self._facts(), self.xla_options, name)
+
+    def _facts(self) -> dict[str, str]:
+        return facts_of(self.lowered.as_text(), self._wanted_options, self.mesh)
+
+    def _loaded(self, saved: SavedPlan, code: MachineCode) -> tuple[Any, Mapping[str, str]]:
+        if self.absent:
+            name = self.plan.program.name
+            raise MeshError(f"{saved.name} has a compiled program of {name}, to run it: the mesh has no devices.")
+        counts = len(self._inputs), len(self._outputs) + self._has_token
+        return loaded(saved, code, self._facts(), self.mesh, counts), code.options
+
     @cached_property
     def _compiled(self) -> tuple[Any, Mapping[str, str]]:
+        if self._saved is not None and self._saved.code is not None:
+            return self._loaded(self._saved, self._saved.code)
         again = compat.compiles_again() if self.absent else contextlib.nullcontext()
-        with without_mesh(), line_if_long(f"compiling {self.plan.program.name}"), again:
+        with without_mesh(), line_if_long(f"compiling {self.plan.program.name}"), again, cache_hits() as self._from_cache:
             if options := self._wanted_options:
                 try:
                     return self.lowered.compile(compiler_options=dict(options)), options

@@ -1,13 +1,16 @@
 """A plan as JSON: where every value lives and what is boxed, by the paths of arguments and the order of operations.
 
 It holds nothing of how the plan was found, so that any version of the planner can lower it (`shardc.plan.replay`).
+`Compiled.save` puts it into an archive, with the code that XLA made of it.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import zipfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, lru_cache, partial
 from os import PathLike, fspath
 from pathlib import Path
@@ -39,6 +42,21 @@ class SavedLeaf(NamedTuple):
 
 
 @dataclass(frozen=True)
+class MachineCode:
+    """The code that XLA made of a plan.
+
+    Attributes:
+      facts: what has to be equal where it is loaded, by name: the program, releases, the machine.
+      options: those of XLA that it was compiled with.
+      binary: JAX's serialized executable, which has pickles in it.
+    """
+
+    facts: Mapping[str, str]
+    options: Mapping[str, str]
+    binary: bytes = field(repr=False)
+
+
+@dataclass(frozen=True)
 class SavedPlan:
     """A plan as it was saved: where every value lives, and how to see whether a program is still the same.
 
@@ -61,6 +79,7 @@ class SavedPlan:
       rows: of the operations (`shardc.plan.rows`); None if the borders alone were saved, as of a pipeline.
       name: the file's, or the function's.
       offloaded: the values that live on the host (`Offloaded.names`).
+      code: what XLA made of it, if it was saved too.
     """
 
     function: str
@@ -80,6 +99,7 @@ class SavedPlan:
     rows: Sequence[Row] | None
     name: str
     offloaded: Sequence[str] = ()
+    code: MachineCode | None = None
 
     @cached_property
     def in_placements(self) -> dict[str, Any]:
@@ -100,7 +120,8 @@ class SavedPlan:
         axes = ", ".join(f"{a}={n}" for a, n in self.mesh.items())
         count = None if self.rows is None else sum(row.is_operation for row in self.rows)
         what = "borders alone" if count is None else f"{count} operations"
-        return f"SavedPlan({self.name}: {self.function} on {axes}, {len(self.arguments)} arguments, {what})"
+        code = "" if self.code is None else ", compiled"
+        return f"SavedPlan({self.name}: {self.function} on {axes}, {len(self.arguments)} arguments, {what}{code})"
 
 
 def record(plan: SpmdPlan) -> SavedPlan:
@@ -143,7 +164,7 @@ _text: Final = partial(json.dumps, ensure_ascii=False, default=placement_word)
 
 def to_json(saved: SavedPlan) -> str:
     """The text of a file: the attributes in their order, a leaf or an operation to a line."""
-    data = {f.name: getattr(saved, f.name) for f in fields(saved) if f.name != "name"}
+    data = {f.name: getattr(saved, f.name) for f in fields(saved) if f.name not in ("name", "code")}
     if not saved.offloaded:
         del data["offloaded"]  # files of plans without them are as they always were
     return "{\n" + ",\n".join(f' "{k}": {_lines(v)}' for k, v in {"shardc plan": FORMAT, **data}.items()) + "\n}\n"
@@ -171,7 +192,7 @@ def from_json(text: str, name: str) -> SavedPlan:
         made = data.pop("shardc plan")
         if made == FORMAT:
             data = {"offloaded": [], "recomputed_for_speed": data.pop("cheaper", []), **data}  # its name was `cheaper`
-            return typed(SavedPlan, {**data, "name": name}, {Placement: _placement})
+            return typed(SavedPlan, {**data, "name": name, "code": None}, {Placement: _placement})
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         why = f"it has no {error}" if isinstance(error, KeyError) else error
         wrong = f"{name} is no plan that shardc saved, or was changed so that it is none: {str(why).rstrip('.')}."
@@ -187,9 +208,42 @@ def _placement(word: str) -> Placement:
     return REPLICATED if word == "B" else Placement.parse(word)
 
 
+_PLAN, _ABOUT, _CODE = "plan.json", "compiled.json", "compiled.bin"
+"""The members of an archive."""
+
+
+def write_compiled(saved: SavedPlan, code: MachineCode, path: str | PathLike[str]) -> None:
+    """Writes a plan and its code as one archive; one that another process is to read is there whole or not at all."""
+    own = f"{fspath(path)}.{os.getpid()}"
+    try:
+        with zipfile.ZipFile(own, "w", zipfile.ZIP_DEFLATED) as archive:
+            archive.writestr(_PLAN, to_json(saved))
+            archive.writestr(_ABOUT, json.dumps({"facts": code.facts, "options": code.options}, indent=1))
+            archive.writestr(_CODE, code.binary)
+        os.replace(own, path)
+    finally:
+        Path(own).unlink(missing_ok=True)
+
+
+def _read_compiled(path: str | PathLike[str], name: str) -> SavedPlan:
+    """The inverse of `write_compiled`.
+
+    Raises:
+      ArgumentError: it is another archive.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            plan, about, binary = (archive.read(member) for member in (_PLAN, _ABOUT, _CODE))
+        said = parsed(about.decode())
+        code = MachineCode(*(typed(Mapping[str, str], said[part]) for part in ("facts", "options")), binary)
+    except (KeyError, TypeError, ValueError, zipfile.BadZipFile) as error:
+        raise ArgumentError(f"{name} is no compiled program that shardc saved, or was changed: {error}.") from error
+    return replace(from_json(plan.decode(), name), code=code)
+
+
 @compat.api_boundary
 def load_plan(path: str | PathLike[str]) -> SavedPlan:
-    """Reads a plan that `plan.save(path)` wrote.
+    """Reads a plan that `plan.save(path)` or `compiled.save(path)` wrote.
 
     It goes to `shardc.function(plan=...)`, which lowers it as it was, without a search; or its `in_placements` and
     `out_placements` go to the arguments of these names, which pins the borders and leaves the rest to the planner.
@@ -200,6 +254,8 @@ def load_plan(path: str | PathLike[str]) -> SavedPlan:
     if not isinstance(path, str | PathLike):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ArgumentError(f"{path!r} is no saved plan; write plan.save('plan.json'), and plan='plan.json'.")
     try:
+        if zipfile.is_zipfile(path):
+            return _read_compiled(path, Path(path).name)
         text = Path(path).read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ArgumentError(f"{fspath(path)} cannot be read as a plan: {error}.") from error
