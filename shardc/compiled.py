@@ -16,8 +16,8 @@ from shardc.arrays.fetch import values
 from shardc.arrays.placed import as_jax, leaf_aval
 from shardc.calls.opened import STRUCTURE
 from shardc.calls.openers import OpenArguments
-from shardc.errors import CheckError, MeshError, all_offenders, writing
-from shardc.execute.call_cache import CallCache
+from shardc.errors import ArgumentError, CheckError, MeshError, all_offenders, writing
+from shardc.execute.call_cache import CallCache, has_tracers
 from shardc.execute.executable import Executable, OtherCallError
 from shardc.execute.in_turn import in_turn
 from shardc.machine.devices import me, processes_of
@@ -92,10 +92,24 @@ class CompiledCall(Generic[ExecutableT, PlanT]):
         if STRUCTURE in kwargs and (again := self._cached_calls.run(tree, leaves)) is not None:
             return again[0]
         call = self._taken_apart(args, kwargs)
+        if has_tracers(leaves):
+            made = self._traced([x for x in call.leaves if is_array(x)])
+            return jax.tree.unflatten(self.plan.program.out_tree, made)
         call.refuse_shapes(self._arguments.where)
         out = run(self.executable, call)
         self._cached_calls.add(tree, leaves, call, self.executable)  # the call has shown that it fits
         return out
+
+    def _traced(self, arrays: Sequence[Any]) -> list[Any]:
+        """A call inside another transformation.
+
+        Raises:
+          ArgumentError: what is compiled cannot be called there.
+        """
+        raise ArgumentError(
+            f"{self._arguments.where}: a compiled pipeline is several programs, and runs in no jax.jit, jax.grad or "
+            "jax.vmap; call the function itself there, which is then the plain one."
+        )
 
     def _taken_apart(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """The flattened arguments of a call.
@@ -195,6 +209,10 @@ class Compiled(CompiledCall[Executable, Plan]):
         leaves = [as_jax(x) if is_extended(leaf_aval(x).dtype) else np.asarray(x) for x in arrays]
         with without_mesh():
             return check_found(self.plan, [*leaves, *self.plan.program.captured], self._arguments.where)
+
+    def _traced(self, arrays: Sequence[Any]) -> list[Any]:
+        """A call in an outer jit: the planned program as a part of that."""
+        return self.executable.traced(arrays)
 
     def __getattr__(self, name: str) -> NoReturn:
         no_attribute(self, name, lambda: self.plan.program.name)

@@ -372,6 +372,30 @@ class Executable:
             return out
         return [*(out[i] for i in self._out_place), *out[len(self._out_place) :]]
 
+    def traced(self, arrays: Sequence[Any]) -> list[Any]:
+        """The results of a call in an outer jit, in which the program is a part of another one, or of what `jax.export`
+        writes.
+
+        Raises:
+          ArgumentError: JAX cannot say the placement of an argument or result.
+        """
+        program = self.plan.program
+        wrong = [
+            f"{path}: {p} splits {tuple(place.shape)} unevenly, or has terms of a sum on each device."
+            for paths, at, ends in (
+                (program.in_paths, self.plan.inputs, self._inputs), (program.out_paths, self.plan.outputs, self._outputs)
+            )
+            for path, p, place in zip(paths, at, ends, strict=False)
+            if not place.is_plain
+        ]  # fmt: skip
+        if wrong:
+            raise ArgumentError(
+                all_offenders(f"{program.name}: not in jax.jit, where JAX has to place arguments and results:", wrong)
+            )
+        args = [*arrays, *self._captured]
+        out = self._keeping(*(args[i] for i in self._in_order))
+        return [out[i] for i in self._out_place]
+
     def _begin(self, program: Callable[..., list[Any]], args: Sequence[Any]) -> list[Any]:
         """Launch a program of this plan, in the order of all programs on its devices."""
         return in_launch_order(self._ordered, lambda: program(*args), lambda out: out[-1])
