@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
@@ -393,8 +393,18 @@ class Executable:
                 all_offenders(f"{program.name}: not in jax.jit, where JAX has to place arguments and results:", wrong)
             )
         args = [*arrays, *self._captured]
-        out = self._keeping(*(args[i] for i in self._in_order))
+        out = self._without_gradient(*(args[i] for i in self._in_order))
         return [out[i] for i in self._out_place]
+
+    @cached_property
+    def _without_gradient(self) -> Callable[..., list[Any]]:
+        def refuse(primals: Any, tangents: Any) -> NoReturn:
+            name = self.plan.program.name
+            raise ArgumentError(f"{name}: a compiled program has no gradient; differentiate the function {name} itself.")
+
+        made = jax.custom_jvp(self._keeping)
+        made.defjvp(refuse)
+        return made
 
     def _begin(self, program: Callable[..., list[Any]], args: Sequence[Any]) -> list[Any]:
         """Launch a program of this plan, in the order of all programs on its devices."""

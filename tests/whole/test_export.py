@@ -30,6 +30,10 @@ def test_a_compiled_function_inside_jit(mesh):
     np.testing.assert_allclose(whole(X), 2 * X @ X + w + 1, rtol=1e-6)
     lowered = jax.jit(compiled).lower(X, X).as_text()
     assert [c.kind for c in compiled.plan.collectives] == ["all_gather"] * lowered.count("stablehlo.all_gather")
+    np.testing.assert_allclose(jax.vmap(lambda x: compiled(x, X)[0])(np.stack([X, -X])), [X @ X + w, w - X @ X], 1e-6)
+    for grad in (jax.grad(lambda x: compiled(x, X)[0].sum()), jax.grad(jax.jit(lambda x: compiled(x, X)[0].sum()))):
+        with pytest.raises(shardc.ArgumentError, match="a compiled program has no gradient"):
+            grad(X)
     with pytest.raises(shardc.ArgumentError, match="x: planned for float32"):
         jax.jit(compiled)(X[:4], X)
 
