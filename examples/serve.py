@@ -1,4 +1,4 @@
-"""Serve a decoder: prefill and decode are two functions, on one mesh or on two, and the cache goes from one to the other.
+"""Serve a decoder: prefill and decode are two functions, on one mesh or on two, and the cache goes to the other one.
 
     python -m examples.serve --prefill data=2,model=2 --decode data=4,model=1
 
@@ -73,7 +73,9 @@ def forward(params, x_BSD, cache_LBTHK, at_BS):
         layer = params[f"layer_{i}"]
         q_BSHK, k_BSHK, v_BSHK = jnp.einsum("bsd,cdhk->cbshk", norm(x_BSD), layer["qkv"])
         k_BTHK, v_BTHK = (
-            jnp.where(places_BST.any(1)[:, :, None, None], jnp.einsum("bst,bshk->bthk", places_BST.astype(float), new), old)
+            jnp.where(
+                places_BST.any(1)[:, :, None, None], jnp.einsum("bst,bshk->bthk", places_BST.astype(float), new), old
+            )
             for new, old in ((k_BSHK, keys[i]), (v_BSHK, values[i]))
         )
         scores_BHST = jnp.einsum("bshk,bthk->bhst", q_BSHK, k_BTHK) / q_BSHK.shape[-1] ** 0.5

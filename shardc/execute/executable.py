@@ -105,9 +105,7 @@ class Executable:
     unchecked = False
     _from_cache: Sequence[str] = ()
 
-    def __init__(
-        self, plan: PlacedProgram, mesh: AnyMesh, token: bool = False, saved: SavedPlan | None = None
-    ) -> None:
+    def __init__(self, plan: PlacedProgram, mesh: AnyMesh, token: bool = False, saved: SavedPlan | None = None) -> None:
         """Compile a plan.
 
         Args:
@@ -373,34 +371,35 @@ class Executable:
         return [*(out[i] for i in self._out_place), *out[len(self._out_place) :]]
 
     def traced(self, arrays: Sequence[Any]) -> list[Any]:
-        """The results of a call in an outer jit, in which the program is a part of another one, or of what `jax.export`
+        """The results of a call in an outer jit: the program is a part of another one, or of what `jax.export`
         writes.
 
         Raises:
           ArgumentError: JAX cannot say the placement of an argument or result.
         """
-        program = self.plan.program
+        program, plan = self.plan.program, self.plan
+        into = zip(program.in_paths, plan.inputs, self._inputs, strict=False)
+        out = zip(program.out_paths, plan.outputs, self._outputs, strict=True)
         wrong = [
             f"{path}: {p} splits {tuple(place.shape)} unevenly, or has terms of a sum on each device."
-            for paths, at, ends in (
-                (program.in_paths, self.plan.inputs, self._inputs), (program.out_paths, self.plan.outputs, self._outputs)
-            )
-            for path, p, place in zip(paths, at, ends, strict=False)
+            for path, p, place in (*into, *out)
             if not place.is_plain
-        ]  # fmt: skip
+        ]
         if wrong:
             raise ArgumentError(
                 all_offenders(f"{program.name}: not in jax.jit, where JAX has to place arguments and results:", wrong)
             )
         args = [*arrays, *self._captured]
-        out = self._without_gradient(*(args[i] for i in self._in_order))
-        return [out[i] for i in self._out_place]
+        made = self._without_gradient(*(args[i] for i in self._in_order))
+        return [made[i] for i in self._out_place]
 
     @cached_property
     def _without_gradient(self) -> Callable[..., list[Any]]:
         def refuse(primals: Any, tangents: Any) -> NoReturn:
             name = self.plan.program.name
-            raise ArgumentError(f"{name}: a compiled program has no gradient; differentiate the function {name} itself.")
+            raise ArgumentError(
+                f"{name}: a compiled program has no gradient; differentiate the function {name} itself."
+            )
 
         made = jax.custom_jvp(self._keeping)
         made.defjvp(refuse)
@@ -550,7 +549,12 @@ class Executable:
         if self._saved is not None and self._saved.code is not None:
             return self._loaded(self._saved, self._saved.code)
         again = compat.compiles_again() if self.absent else contextlib.nullcontext()
-        with without_mesh(), line_if_long(f"compiling {self.plan.program.name}"), again, cache_hits() as self._from_cache:
+        with (
+            without_mesh(),
+            line_if_long(f"compiling {self.plan.program.name}"),
+            again,
+            cache_hits() as self._from_cache,
+        ):
             if options := self._wanted_options:
                 try:
                     return self.lowered.compile(compiler_options=dict(options)), options

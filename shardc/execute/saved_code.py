@@ -129,7 +129,8 @@ def _processor() -> str:
         return f"{platform.machine()} {platform.processor()}"
     lines = dict(re.findall(r"^(model name|flags|Features)\s*:\s*(.*)$", about.read_text("utf-8"), re.MULTILINE))
     can = sorted(lines.get("flags", lines.get("Features", "")).split())
-    return f"{lines.get('model name', platform.machine())}, instructions {hashlib.sha256(repr(can).encode()).hexdigest()[:8]}"
+    digest = hashlib.sha256(repr(can).encode()).hexdigest()[:8]
+    return f"{lines.get('model name', platform.machine())}, instructions {digest}"
 
 
 def _ranges(numbers: list[int]) -> str:

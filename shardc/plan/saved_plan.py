@@ -235,7 +235,8 @@ def _read_compiled(path: str | PathLike[str], name: str) -> SavedPlan:
         with zipfile.ZipFile(path) as archive:
             plan, about, binary = (archive.read(member) for member in (_PLAN, _ABOUT, _CODE))
         said = parsed(about.decode())
-        code = MachineCode(*(typed(Mapping[str, str], said[part]) for part in ("facts", "options")), binary)
+        facts, options = (typed(Mapping[str, str], said[part]) for part in ("facts", "options"))
+        code = MachineCode(facts, options, binary)
     except (KeyError, TypeError, ValueError, zipfile.BadZipFile) as error:
         raise ArgumentError(f"{name} is no compiled program that shardc saved, or was changed: {error}.") from error
     return replace(from_json(plan.decode(), name), code=code)

@@ -73,7 +73,10 @@ def test_arrays_that_the_function_closes_over_are_those_of_the_process(mesh, sav
 
 def test_uneven_results(mesh, tmp_path):
     w, x = W[:, :7], X[:5]
-    fn = lambda w, x: (x @ w, x)
+
+    def fn(w, x):
+        return x @ w, x
+
     places = {"in_placements": {"w": {}, "x": {"data": S(0)}}, "out_placements": ({"data": S(0)}, {"data": S(0)})}
     shardc.function(fn, mesh=mesh, **places).compile(w, x).save(tmp_path / "f.compiled")
     product, same = shardc.function(fn, mesh=mesh, plan=tmp_path / "f.compiled")(w, x)
@@ -111,25 +114,34 @@ def kernel(x):
 
 def test_what_differs(mesh, tmp_path, monkeypatch):
     path = tmp_path / "f.compiled"
-    fn = lambda x: kernel(x) + 1.0
+
+    def fn(x):
+        return kernel(x) + 1.0
+
+    def load(fn=fn, mesh=mesh):
+        return shardc.function(fn, mesh=mesh, plan=path).compile(X)
+
     shardc.function(fn, mesh=mesh).compile(X).save(path)
-    load = lambda fn=fn, mesh=mesh: shardc.function(fn, mesh=mesh, plan=path).compile(X)
-    with pytest.raises(shardc.ArgumentError, match="add f32.* is not in the plan"):
+    with pytest.raises(shardc.ArgumentError, match=r"add f32.* is not in the plan"):
         load(lambda x: kernel(x) + x)
     with pytest.raises(shardc.ArgumentError, match="the plan is for the mesh data=4, model=2, this is data=8"):
         load(mesh=shardc.make_mesh(data=8))
-    with pytest.raises(shardc.ArgumentError, match="the program and its plan: digest .* when it was saved, .* here"):
+    with pytest.raises(shardc.ArgumentError, match=r"the program and its plan: digest .* when it was saved, .* here"):
         load(lambda x: kernel(x) + 2.0)  # no plan depends on it, the code does
     monkeypatch.setattr(saved_code, "_processor", lambda: "another CPU")
-    with pytest.raises(shardc.ArgumentError, match="the machine: 8 devices of .* saved, 8 devices of another CPU here"):
+    with pytest.raises(
+        shardc.ArgumentError, match=r"the machine: 8 devices of .* saved, 8 devices of another CPU here"
+    ):
         load()
     monkeypatch.undo()
     monkeypatch.setenv("XLA_FLAGS", f"{os.environ['XLA_FLAGS']} --xla_cpu_enable_fast_math=true --xla_dump_to=/x")
-    with pytest.raises(shardc.ArgumentError, match="XLA_FLAGS:  when it was saved, --xla_cpu_enable_fast_math=true here"):
+    with pytest.raises(
+        shardc.ArgumentError, match="XLA_FLAGS:  when it was saved, --xla_cpu_enable_fast_math=true here"
+    ):
         load()
     monkeypatch.undo()
     monkeypatch.setattr(jax, "__version__", "0.99")
-    with pytest.raises(shardc.ArgumentError, match="jax: .* when it was saved, 0.99 here"):
+    with pytest.raises(shardc.ArgumentError, match=r"jax: .* when it was saved, 0.99 here"):
         load(lambda x: kernel(x) + x)  # the releases first: other ones may trace another program
     monkeypatch.undo()
     monkeypatch.setitem(KERNEL, "scale", 3.0)
@@ -147,7 +159,7 @@ def test_a_program_for_devices_that_are_not_first(mesh, tmp_path):
     made[1].compile(X).save(path)
     again = [shardc.function(lambda x: x.sum(), mesh=m, plan=path) for m in four]
     assert again[1](X) == 128
-    with pytest.raises(shardc.ArgumentError, match="the devices: 4 to 7, in 1 process when .* saved, 0 to 3, in 1"):
+    with pytest.raises(shardc.ArgumentError, match=r"the devices: 4 to 7, in 1 process when .* saved, 0 to 3, in 1"):
         again[0](X)
 
 
