@@ -37,6 +37,10 @@ class RunOptions:
     def log_of(self, process: int) -> Path | None:
         return self.log / f"process-{process}.log" if self.log else None
 
+    def flight_of(self, process: int) -> Path | None:
+        """The file of the flight recorder of a process."""
+        return self.log / f"process-{process}.flight" if self.log else None
+
     def job(self, processes: int, store: str, secret: bytes) -> Job:
         """The job of process 0 at its first start; the supervisor makes those of the others of it."""
         config = RunConfig(

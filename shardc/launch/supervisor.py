@@ -677,7 +677,7 @@ class Supervisor:
         place = self._members[p]
         if place.running and not place.killed and not place.why:
             place.why = why
-            place.handle.kill()
+            place.handle.kill(why)
 
     def _look_at_progress(self, now: float) -> None:
         statuses = self._server.statuses()

@@ -83,7 +83,7 @@ class FakeProcess:
                 cluster.close()
             self.events.put(("ended", self.number, job.start, code))
 
-    def kill(self):
+    def kill(self, why=""):
         if (job := self.alive) is not None:
             self.end(job, -9)
 
