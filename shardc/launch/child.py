@@ -28,12 +28,14 @@ from shardc.arrays.buffers import allocate
 from shardc.errors import (
     ClusterError,
     DisagreementError,
+    PeerLostError,
     RunEnds,
     ShardcError,
     StepFailedError,
     is_of_another_process,
 )
 from shardc.execute.process_group import settle_all
+from shardc.launch.failure import DISAGREE, LOST
 from shardc.launch.job import Job
 from shardc.launch.output import write_all
 from shardc.launch.prepare import prepare_jax
@@ -190,7 +192,8 @@ def error_text(error: BaseException) -> tuple[str, int]:
         text = sys.stderr.getvalue()
     finally:
         sys.stderr = stderr
-    return text, 130 if isinstance(error, KeyboardInterrupt) else 1
+    kinds = {KeyboardInterrupt: 130, DisagreementError: DISAGREE, PeerLostError: LOST}
+    return text, next((code for kind, code in kinds.items() if isinstance(error, kind)), 1)
 
 
 def _drop_notes(error: BaseException | None) -> None:

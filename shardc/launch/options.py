@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +22,11 @@ class RunOptions:
     """How many the run may go on with; None: with no fewer."""
     islands: int = 1
     restarts: int = 0
+    window: float = math.inf
+    """Seconds within which restarts are counted."""
     log: Path | None = None
+    status: Path | None = None
+    metrics: str | None = None
     silence: float = 10.0
     deadline: float = 600.0
     grace: float = 25.0
@@ -45,8 +50,8 @@ class RunOptions:
         """The job of process 0 at its first start; the supervisor makes those of the others of it."""
         config = RunConfig(
             me=0, processes=processes, islands=self.islands, store=store, secret=secret, links="",
-            restarts=self.restarts, silence=self.silence, deadline=self.deadline, least=self.least or 0,
-            grace=self.grace, plain_data=self.plain_data, carrier=self.carrier or "",
+            restarts=self.restarts, window=self.window, silence=self.silence, deadline=self.deadline,
+            least=self.least or 0, grace=self.grace, plain_data=self.plain_data, carrier=self.carrier or "",
             judging=self.silence,  # by then a process has given a sign of life, or is lost
         )  # fmt: skip
         return Job(config)

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import signal
 import socket
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -24,6 +26,7 @@ from shardc.errors import ClusterError, DisagreementError, PeerLostError
 from shardc.runtime.calls import call_text, calls_of, members_text, processes_text, refuse_other_calls
 from shardc.runtime.gathering import Gathering, Repeats, Verdict
 from shardc.runtime.last_step import LastStep
+from shardc.runtime.status.arrivals import Arrivals
 from shardc.runtime.status.flight import FlightRecorder
 from shardc.runtime.status.loop import LoopStatus
 from shardc.runtime.status.waits import Waits, longest_text
@@ -62,6 +65,7 @@ class RunConfig:
       links: where this process listens for links: an address, its port 0 for a free one.
       epoch: the start that this is.
       restarts: how often lost processes are started again from now on.
+      window: within how many seconds they are counted.
       silence: seconds without a sign of life after which a process counts as lost.
       deadline: seconds to wait for a process that is alive but does not come.
       least: how many processes the run may go on with if hosts are lost; 0: all of them.
@@ -81,6 +85,7 @@ class RunConfig:
     links: str
     epoch: int = 0
     restarts: int = 0
+    window: float = math.inf
     silence: float = 10.0
     deadline: float = 600.0
     least: int = 0
@@ -135,6 +140,7 @@ class Cluster:
         self._over = ""
         self._closed = False
         self._leaving = False
+        self._arrivals = Arrivals()
         self.recorder = FlightRecorder(config.flight, config.me)
         self.loop = LoopStatus(self.recorder.note)
         """Where the training loop is: the launcher gets to know with the next sign of life."""
@@ -291,6 +297,9 @@ class Cluster:
             **({"waits": shown} if shown else {}),
             **self.loop.facts,
             "epoch": self.epoch,
+            "steps": self.loop.steps,
+            "now": time.time(),
+            "arrived": self._arrivals.newest(),
             "run": {"calls": self._newest_calls(), "waits": [w.to_json() for w in waits]},
         })  # fmt: skip
         self.recorder.live(status, self.on_show)
@@ -514,6 +523,7 @@ class Cluster:
             call = self._gathering[key] = self._begun[name] = Gathering(key, members, self.me, text, why, verdict)
             self._latest = name
             self.recorder.note(why)
+            self._arrivals.add(*key)
             call.add(self._early.pop(key, {}))
             closed = [p for p in call.neighbours if p not in self._links]
         try:
@@ -539,6 +549,7 @@ class Cluster:
                 runs.append((number, calls))
             calls.last = self._counts[calls.name] = number
             self._latest = calls.name
+            self._arrivals.add(calls.name, number)
             return True
 
     def _reopen(self, name: str, number: int) -> Gathering | None:

@@ -23,6 +23,7 @@ from typing import Any, Final
 
 from shardc.errors import ClusterError
 from shardc.launch.agent import Agents, RemoteProcess, host_id
+from shardc.launch.health.publish import publishing
 from shardc.launch.job import Job
 from shardc.launch.local_process import LocalProcess
 from shardc.launch.options import RunOptions
@@ -110,7 +111,8 @@ def _supervise(start: Start, options: RunOptions, job: Job, agents: Agents, scre
         job = replace(job, config=replace(job.config, links=links))
         return start.prepare(job) if here else job
 
-    code = Supervisor(job, handles, screen, job_of, agents.server, agents.events).run()
+    with publishing(options.status, options.metrics) as publish:
+        code = Supervisor(job, handles, screen, job_of, agents.server, agents.events, publish).run()
     for process in local:
         process.close()
     return code

@@ -36,7 +36,9 @@ _STILL: Final = 3
 """Signs of life without a new entry after which the threads are written."""
 _AGAIN: Final = 10
 """Signs of life after which they are written again, if there is still none."""
-_SKIPPED: Final = frozenset({FrameKind.ALIVE, FrameKind.CLOCK, FrameKind.LEAVE})
+_KINDS: Final = {kind: kind.name.lower() for kind in FrameKind}
+_SKIPPED: Final = (FrameKind.CREDIT, FrameKind.ALIVE, FrameKind.CLOCK, FrameKind.LEAVE)
+"""Kinds of frames without an entry: each message of a channel is followed by a credit."""
 
 
 class FlightRecorder:
@@ -73,15 +75,15 @@ class FlightRecorder:
     def frame(self, way: str, peer: int, frame: Frame) -> None:
         """Add an entry for a frame of a link that goes `to` or comes `from` another process."""
         kind, network, _, channel, key, about, buffers = frame
-        if kind in _SKIPPED or (kind is FrameKind.MESSAGE and not network):  # texts of calls, which are noted
+        if kind in _SKIPPED or not (network or kind is FrameKind.TAGGED):  # texts of calls, which are noted
             return
         if kind is FrameKind.TAGGED:
             name = about.partition(b"\0")[0].decode()
         else:
             names = self.channels.get(network, ())
             name = names[channel] if channel < len(names) else f"{network:x}/{channel}"
-        size = sum(b.nbytes for b in buffers)
-        self.note(f"{way} {peer}: {kind.name.lower()} {name}, {key}" + (f", {size} bytes" if size else ""))
+        size = f", {sum([b.nbytes for b in buffers])} bytes" if buffers else ""
+        self.note(f"{way} {peer}: {_KINDS[kind]} {name}, {key}{size}")
 
     def live(self, status: str, threads: Callable[[], str]) -> None:
         """Record a sign of life.

@@ -43,7 +43,7 @@ class Link(Connection):
       record: called with each frame that goes `to` the peer or comes `from` it.
     """
 
-    def __init__(  # noqa: PLR0913  # a connection, and who it joins
+    def __init__(  # a connection, and who it joins
         self, sock: socket.socket, me: int, peer: int, silence: float, allocate: Allocate,
         record: Callable[[str, int, Frame], object] = lambda way, peer, frame: None,
     ) -> None:  # fmt: skip

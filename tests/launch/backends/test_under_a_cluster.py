@@ -92,7 +92,7 @@ def test_the_failure_of_a_process_is_told_by_process_0(tmp_path, how):
             "process 1| ValueError: on fire\nprocess 0| PeerLostError: process 1 is lost: ValueError: on fire.\n" in err
         )
     else:
-        assert (code, out, other) == (137, "", (-9, "", ""))
+        assert (code, out, other) == (75, "", (-9, "", ""))
         assert err.startswith("process 1 is lost: the launcher of its host is lost.\n")
 
 

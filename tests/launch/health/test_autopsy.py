@@ -23,6 +23,7 @@ MainThread, most recent call last:
   File "/lib/site-packages/shardc/api.py", line 5, in __call__
     wait()
 """
+COMPILES = "its main thread is compiling a program"
 READER = f"""\
 {WAITS}train: reader, most recent call last:
   File "/lib/site-packages/shardc/runtime/worker.py", line 5, in run
@@ -32,8 +33,8 @@ READER = f"""\
 """
 
 
-def status(*waits, calls=(), members="0,1", epoch=0):
-    named = {members: [members, number, f"at step, call {number}"] for number in calls}
+def status(*waits, call=None, members="0,1", epoch=0):
+    named = {} if call is None else {members: [members, call, f"at step, call {call}"]}
     run = {"calls": named, "waits": [Wait(tuple((p, "") for p in ps), why, 9.0).to_json() for ps, why in waits]}
     return json.dumps({"epoch": epoch, "run": run})
 
@@ -52,7 +53,7 @@ def failed(why, said="", follows=False, at=NOW):
 DIFFER = "DisagreementError: step, call 7: the processes of this run differ in"
 KINDS = {
     "sleeps, or waits for a lock": (
-        [flight(0, status(calls=[4])), flight(1, status(calls=[3]), threads=SLEEPS)],
+        [flight(0, status(call=4)), flight(1, status(call=3), threads=SLEEPS)],
         "process 1 did not come: process 0 waits for it at step, call 4; at train.py:19, time.sleep(1e6)",
     ),
     "a thread beside the main one hangs": (
@@ -60,21 +61,21 @@ KINDS = {
         "process 1 did not come: process 0 waits for it for a result; train: reader at train.py:9, file.read()",
     ),
     "it compiles": (
-        [flight(0, status(calls=[4])), flight(1, status(calls=[3]), threads=f"its main thread is compiling a program\n{WAITS}")],
+        [flight(0, status(call=4)), flight(1, status(call=3), threads=f"{COMPILES}\n{WAITS}")],
         "process 1 did not come: process 0 waits for it at step, call 4; its main thread is compiling a program; "
         "at train.py:30, loss = float(step(w, x))",
     ),
     "made no call yet": (
-        [flight(0, status(calls=[0])), flight(1, status())],
+        [flight(0, status(call=0)), flight(1, status())],
         "process 1 did not come: process 0 waits for it at step, call 0",
     ),
     "stopped, or holds the lock": (
-        [flight(0, status(calls=[2])), flight(1, status(calls=[2]), lived=NOW - 9)],
+        [flight(0, status(call=2)), flight(1, status(call=2), lived=NOW - 9)],
         "process 1 gave no sign of life for 9 s: it was killed or stopped, or held Python's lock; "
         "its last call: step, call 2",
     ),
     "killed from outside": (
-        [flight(0, status(calls=[2])), flight(1, lived=NOW - 9, end={"code": -9, "at": NOW - 9})],
+        [flight(0, status(call=2)), flight(1, lived=NOW - 9, end={"code": -9, "at": NOW - 9})],
         "process 1 was killed by SIGKILL, which its launcher did not do; its last call: step, call 2",
     ),
     "other calls": (
@@ -88,7 +89,8 @@ KINDS = {
         "process 0 failed: DisagreementError: process 1's script has ended; process 0 waits for it",
     ),
     "an error of the script": (
-        [flight(0, script=failed("ValueError: on fire", at=NOW)), flight(1, script=failed("OSError: no disk", at=NOW - 2))],
+        [flight(0, script=failed("ValueError: on fire")),
+         flight(1, script=failed("OSError: no disk", at=NOW - 2))],
         "process 1 failed: OSError: no disk",
     ),
     "its launcher has named it": (
@@ -103,16 +105,16 @@ KINDS = {
         "processes 0, 1 wait for one another: to say x; to say y",
     ),
     "a program that does not end": (
-        [flight(p, status(calls=[2]), threads=WAITS) for p in (0, 1)],
+        [flight(p, status(call=2), threads=WAITS) for p in (0, 1)],
         "no process waited for another one: all were in step, call 2; its program does not end, or a device hangs",
     ),
     "interrupted while one sleeps": (
-        [flight(0, status(calls=[4]), script=failed("KeyboardInterrupt")),
-         flight(1, status(calls=[3]), threads=SLEEPS, script=failed("KeyboardInterrupt"))],
+        [flight(0, status(call=4), script=failed("KeyboardInterrupt")),
+         flight(1, status(call=3), threads=SLEEPS, script=failed("KeyboardInterrupt"))],
         "process 1 did not come: process 0 waits for it at step, call 4; at train.py:19, time.sleep(1e6)",
     ),
     "killed while all go on": (
-        [flight(p, status(calls=[2])) for p in (0, 1)],
+        [flight(p, status(call=2)) for p in (0, 1)],
         "no process waited for another one: all were in step, call 2; they went on until they were ended",
     ),
 }  # fmt: skip
@@ -128,7 +130,7 @@ def test_the_cause_in_one_line(kind):
 def test_the_middle_of_three_and_an_epoch_that_is_over():
     chain = [flight(0, status(([1], "to say x"))), flight(1, status(([2], "to say y"))), flight(2, status())]
     assert cause_of_end(chain) == ("process 2 did not come: process 1 waits for it to say y", (2,))
-    old = [flight(0, status(([1], "to say x"))), flight(1, status(epoch=1, calls=[5])), flight(2, status(epoch=1))]
+    old = [flight(0, status(([1], "to say x"))), flight(1, status(epoch=1, call=5)), flight(2, status(epoch=1))]
     assert cause_of_end(old)[1] != (1,)
 
 
@@ -146,7 +148,7 @@ def test_the_command(tmp_path, capsys, monkeypatch):
     for p, recorder in enumerate(recorders):
         for i in range(3 - p % 2):
             recorder.note(f"at step, call {i}")
-        recorder.live(status(calls=[2 - p % 2], members="0-5"), str)
+        recorder.live(status(call=2 - p % 2, members="0-5"), str)
     assert main(["autopsy", str(tmp_path)]) == 0
     first, *lines = capsys.readouterr().out.splitlines()
     assert first == "processes 1, 3, 5 did not come: processes 0, 2, 4 wait for them at step, call 2"

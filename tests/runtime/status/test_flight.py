@@ -48,13 +48,18 @@ def test_frames_have_the_names_of_their_channels(path):
     recorder = FlightRecorder(str(path))
     recorder.channels[31] = ["gradient 1->0"]
     recorder.frame("to", 1, Frame(FrameKind.MESSAGE, 31, 5, 0, 3, b"", [memoryview(bytes(64))]))
-    recorder.frame("from", 1, Frame(FrameKind.CREDIT, 31, 5, 2))
+    recorder.frame("from", 1, Frame(FrameKind.VALUE, 31, 5, 2))
     recorder.frame("to", 1, Frame(FrameKind.TAGGED, about=b"gang 0\0x"))
-    for frame in (Frame(FrameKind.ALIVE), Frame(FrameKind.MESSAGE, 0, about=b"[]"), Frame(FrameKind.CLOCK)):
+    for frame in (
+        Frame(FrameKind.ALIVE),
+        Frame(FrameKind.CREDIT, 31),
+        Frame(FrameKind.MESSAGE, 0, about=b"[]"),
+        Frame(FrameKind.CLOCK),
+    ):
         recorder.frame("to", 1, frame)
     assert [e.text for e in read_flight(path).entries] == [
         "to 1: message gradient 1->0, 3, 64 bytes",
-        "from 1: credit 1f/2, 0",
+        "from 1: value 1f/2, 0",
         "to 1: tagged gang 0, 0",
     ]
 
