@@ -55,7 +55,19 @@ Examples: shardc run --hosts a,b train.py --steps 100
     metavar="K or K/TIME",
     help="Losses after which processes are started again: in all, or within a time, 3/1h.",
 )
-@click.option("--log", type=Path, metavar="DIR", help="Keep the output of each process in DIR/process-N.log.")
+@click.option(
+    "--spares",
+    type=values.count,
+    default=0,
+    metavar="S",
+    help="Places besides, at which nothing runs before a host is lost (default: 0).",
+)
+@click.option(
+    "--log",
+    type=Path,
+    metavar="DIR",
+    help="Keep the output of each process in DIR/process-N.log, and for autopsy what it did last.",
+)
 @click.option("--status", type=Path, metavar="FILE", help="Write the figures of the run to FILE every second, as JSON.")
 @click.option(
     "--metrics", type=values.port, metavar="[HOST:]PORT", help="Serve the figures of the run there for Prometheus."

@@ -19,7 +19,7 @@ from shardc.errors import ClusterError
 from shardc.launch.activity import Activity
 from shardc.launch.job import Job
 from shardc.launch.options import RunOptions
-from shardc.launch.output import Lines, Pump, Tail, Take, WithoutNoise, write_all
+from shardc.launch.output import Lines, LogFile, Pump, Tail, Take, WithoutNoise, write_all
 from shardc.runtime.status.flight import note_end
 
 _PIPE_BYTES: Final = 1 << 20
@@ -111,7 +111,7 @@ class LocalProcess:
         self._popen: subprocess.Popen[bytes] | None = None
         self._activity: Activity | None = None
         self._lock = threading.Lock()
-        self._file = -1
+        self._file: LogFile | None = None
 
     @property
     def is_here(self) -> bool:
@@ -168,10 +168,9 @@ class LocalProcess:
     def _open_log(self, start: int) -> None:
         if self._log is None:
             return
-        if self._file < 0:
-            self._file = os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        self._file = self._file or LogFile(self._log)
         if start > 1:
-            write_all(self._file, f"== process {self.number}, start {start}\n".encode())
+            self._file(f"== process {self.number}, start {start}".encode())
 
     def _channel(self, descriptor: int) -> tuple[int, int]:
         """The two ends of a pipe, or of a pseudo-terminal if the output is shown in a terminal."""
@@ -188,8 +187,8 @@ class LocalProcess:
 
     def _takes(self, descriptor: int) -> list[Take]:
         takes: list[Take] = []
-        if self._file >= 0:
-            takes.append(Lines(lambda data: write_all(self._file, data)))
+        if self._file is not None:
+            takes.append(Lines(self._file))
         if descriptor == 2:
             takes.append(self._tail)
         if self._screen is not None:
@@ -241,6 +240,6 @@ class LocalProcess:
     def close(self) -> None:
         """Wait until all output of the ended process is shown."""
         self._drain()
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
+        if self._file is not None:
+            self._file.close()
+            self._file = None

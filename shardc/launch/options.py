@@ -38,6 +38,8 @@ class RunOptions:
     hosts: str | None = None
     host: int | None = None
     at: str | None = None
+    spares: int = 0
+    """Places at which nothing runs before another one is lost."""
 
     def log_of(self, process: int) -> Path | None:
         return self.log / f"process-{process}.log" if self.log else None
@@ -56,12 +58,19 @@ class RunOptions:
         )  # fmt: skip
         return Job(config)
 
-    def missing(self, processes: int) -> tuple[int, float]:
-        """How many of so many hosts a run can begin without, and how many seconds it waits for these."""
-        return processes - (self.least or processes), self.silence
+    def places(self, hosts: int) -> int:
+        """How many places so many hosts have: one each, if nothing else is said."""
+        return self.processes + self.spares if self.processes else hosts
+
+    def missing(self, places: int) -> tuple[int, float]:
+        """How many of so many places a run can begin without, and how many seconds it waits for these."""
+        return places - (self.least or places - self.spares), self.silence
 
     def check(self, processes: int) -> None:
         """Raise ClusterError for options that do not fit so many processes."""
+        if processes < 1:
+            places = processes + self.spares
+            raise ClusterError(f"--spares {self.spares}: of {places} places none is left to run a process.")
         if processes % self.islands:
             raise ClusterError(
                 f"{processes} process{'es' * (processes != 1)} cannot form {self.islands} islands of one size: "

@@ -152,7 +152,7 @@ class Supervisor:
         self._places = [_TakenPlace(handle) for handle in handles]
         self._members: list[_TakenPlace] = []
         """The place of each process."""
-        self._least = job.config.least or len(handles)
+        self._least = job.config.least or job.config.processes
         self._epoch = 0
         self._budget = RestartBudget(job.config.restarts, job.config.window)
         self._leaving = False
@@ -178,7 +178,7 @@ class Supervisor:
     def run(self) -> int:
         """Start all, watch, and return the exit code of the run."""
         try:
-            self._number(self._chosen() or self._places)
+            self._number(self._chosen() or self._places[: self._job.config.processes])
             self._start(range(len(self._members)))
             while not self._finished():
                 with suppress(Empty):
@@ -280,7 +280,7 @@ class Supervisor:
         there = [p for p in self._places if p.handle.is_here and not (p.unfit or p.leaves)]
         config = self._job.config
         size = 1 if config.islands == 1 else config.per_island
-        processes = len(there) // size * size
+        processes = min(len(there), config.processes) // size * size
         return there[:processes] if processes >= self._least else []
 
     def _number(self, places: Sequence[_TakenPlace]) -> None:
@@ -301,7 +301,9 @@ class Supervisor:
             self._go_on()
         elif place.process < 0 and not place.unfit and self._over_at is None and not self._leaving:
             self._newcomers.add(at)
-            self._screen.say(f"{_host(place)} is there; the run takes it at its next checkpoint")
+            is_spare = len(self._members) == self._job.config.processes
+            what = ", as a spare" if is_spare else "; the run takes it at its next checkpoint"
+            self._screen.say(f"{_host(place)} is there{what}")
 
     def _regroup(self, places: Sequence[_TakenPlace]) -> None:
         """Go on with these places from the last checkpoint: all processes start again."""
@@ -457,6 +459,7 @@ class Supervisor:
         again = self._with_islands(lost | ended)
         if not self._stop(cause, again):
             return
+        self._use_spares(again)
         are_here, config = all(self._members[p].handle.is_here for p in again), self._job.config
         if are_here and not pause:
             self._say_restart(cause, "started again")
@@ -467,6 +470,18 @@ class Supervisor:
         self._wait = _WaitForHosts(cause, again, begin + seconds, begin, not are_here)
         what = f"started again in {pause:g} s" if are_here else f"waiting up to {seconds:g} s for its host"
         self._say_restart(cause, what)
+
+    def _use_spares(self, processes: Iterable[int]) -> None:
+        """Let places at which nothing runs take those of processes whose hosts are away."""
+        for p in processes:
+            lost = self._members[p]
+            free = (s for s in self._places if s.process < 0 and s.handle.is_here and not (s.unfit or s.leaves))
+            if not lost.handle.is_here and (spare := next(free, None)) is not None:
+                self._screen.say(f"{_host(spare)} takes the place of {_host(lost)}")
+                spare.start = max(place.start for place in self._places)
+                spare.process, lost.process = p, -1
+                self._members[p] = spare
+                self._newcomers.discard(self._places.index(spare))
 
     def _catch_up(self, failure: Failure) -> None:
         """Start a process again that has not noticed the last restart. This is no loss of its own."""

@@ -664,7 +664,7 @@ class Host(RemoteProcess):
 
 
 @contextmanager
-def hosts(tmp_path, processes, islands, restarts=3, silence=60.0, **config):
+def hosts(tmp_path, processes, islands, restarts=3, silence=60.0, spares=0, **config):
     """A supervisor whose processes are on hosts of their own, running in a thread; each process does nothing."""
     events, made = SimpleQueue(), []
 
@@ -679,7 +679,7 @@ def hosts(tmp_path, processes, islands, restarts=3, silence=60.0, **config):
             made[-1 - p].lost()
 
     server = StoreServer(f"unix:{tmp_path}/s", SECRET, on_end, on_report)
-    for p in range(processes):
+    for p in range(processes + spares):
         made.append(Host(p, events, server.address))
         made[p].come()
     config = RunConfig(
@@ -826,6 +826,42 @@ def test_a_process_that_fails_without_a_restart_is_left_out(tmp_path, capfd):
     assert [p.process for p in run.supervisor._places] == [0, -1, 1]
     err = capfd.readouterr().err
     assert "process 1 is lost (OSError: no disk), and no restart is left; the run goes on with 2 processes\n" in err
+
+
+def test_a_spare_takes_the_place_of_a_lost_host(tmp_path, capfd):
+    """Processes of other islands go on; the lost host is a spare when it comes again."""
+    with hosts(tmp_path, 2, 2, spares=1) as (supervisor, made, _events):
+        assert [len(h.configs) for h in made] == [1, 1, 0]
+        for host in made:
+            host.replace = lambda: None
+        made[1].agents[0].close()
+        until(lambda: made[2].configs and supervisor._members[1].joined)
+        assert [(c.me, c.epoch) for c in made[2].configs] == [(1, 1)]
+        assert [p.process for p in supervisor._places] == [0, -1, 1]
+        assert len(made[0].configs) == 1
+        made[1].come()
+        until(lambda: supervisor._newcomers == {1})
+        made[2].agents[0].close()
+        until(lambda: len(made[1].configs) == 2 and supervisor._members[1].joined)
+    err = capfd.readouterr().err
+    assert err.count(" takes the place of ") == 2 and " is there, as a spare\n" in err
+    assert "waiting up to" not in err
+
+
+def test_restarts_within_a_time_pause(tmp_path, capfd):
+    starts = []
+
+    def script(cluster):
+        starts.append(time.monotonic())
+        cluster.gather("all", "")
+        if len(starts) < 3:
+            raise OSError("no disk")
+
+    assert Run(tmp_path, script, 1, 1, 2, window=3600.0)() == 0
+    assert starts[1] - starts[0] < 1.0 <= starts[2] - starts[1]
+    err = capfd.readouterr().err
+    assert "started again, 1 restart of 2 within 3600 s is left\n" in err
+    assert "started again in 1 s, 0 restarts of 2 within 3600 s are left\n" in err
 
 
 def test_several_losses_of_one_cause_are_one_restart(tmp_path, capfd):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.launching import command, named, script, started, text_of, wait_for
+from tests.launch.launching import command, logged, named, script, started, text_of, wait_for
 
 PSUM = """\
 import jax, numpy as np
@@ -306,7 +306,7 @@ def test_a_killed_process_is_started_again(tmp_path, islands, rejoins, run):
     if islands == 2:
         assert lines[1] == "process 1 is lost: killed by SIGKILL."
     assert ("rejoined 1 2" if rejoins and islands == 2 else "start 1 2") in done.out  # lines of two may be joined
-    log = (tmp_path / "process-1.log").read_text()
+    log = logged(tmp_path / "process-1.log")
     assert log == "start 0 3\n== process 1, start 2\nstart 1 2\nend\n"
 
 
