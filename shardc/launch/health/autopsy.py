@@ -145,6 +145,8 @@ def _waits_text(flights: Sequence[Flight]) -> tuple[str, tuple[int, ...]]:
             return f"{processes_text(late.processes)} did not come: {late.why}{where}", late.processes
         if late is not None:
             return late.why, ()
+    if len(ended) == len(flights):
+        return "all scripts have ended", ()
     if ended:
         return f"the scripts of {processes_text(sorted(ended))} have ended, and nobody waited for them", tuple(ended)
     calls = {_call(f) for f in flights}

@@ -47,6 +47,8 @@ class RunHealth:
     def __init__(self, now: float) -> None:
         self.goodput = Goodput(now)
         self._stragglers = Stragglers()
+        self._loop: dict[str, Any] = {}
+        """The newest facts of the loop. They stay while its processes are away."""
         self._since: dict[str, tuple[Any, float]] = {}
         """For the step and the checkpoint the value, and since when it is this one."""
 
@@ -65,7 +67,8 @@ class RunHealth:
         if "steps" in first:
             for step, at in first["steps"]:
                 self.goodput.see(at, first["epoch"], step)
-        loop = {name: _first(said, name) for name in ("step", "loss", "tokens", "saved")}
+        found = {name: _first(said, name) for name in ("step", "loss", "tokens", "saved")}
+        loop = self._loop = {name: self._loop.get(name) if x is None else x for name, x in found.items()}
         figures = RunFigures(
             processes, restarts, loop["step"], loop["loss"], loop["tokens"], self.goodput.share(now),
             self._age("step", loop["step"], now), loop["saved"], self._age("saved", loop["saved"], now),

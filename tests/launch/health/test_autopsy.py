@@ -113,6 +113,10 @@ KINDS = {
          flight(1, status(call=3), threads=SLEEPS, script=failed("KeyboardInterrupt"))],
         "process 1 did not come: process 0 waits for it at step, call 4; at train.py:19, time.sleep(1e6)",
     ),
+    "ended well": (
+        [flight(p, status(call=2 + p), script={"at": NOW}) for p in (0, 1)],
+        "all scripts have ended",
+    ),
     "killed while all go on": (
         [flight(p, status(call=2)) for p in (0, 1)],
         "no process waited for another one: all were in step, call 2; they went on until they were ended",

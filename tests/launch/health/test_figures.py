@@ -20,7 +20,8 @@ def test_ages_count_from_the_last_change():
     assert (found.checkpoint, found.last_checkpoint_age, found.processes, found.restarts) == (None, None, 2, 1)
     found = look(109.0, step=3, saved=2)
     assert (found.last_step_age, found.checkpoint, found.last_checkpoint_age) == (7.0, 2, 0.0)
-    assert look(111.0).last_step_age == 9.0  # the process is away
+    found = look(111.0)  # the process is away
+    assert (found.step, found.last_step_age, found.checkpoint) == (3, 9.0, 2)
     assert look(112.0, step=2, saved=2).last_step_age == 0.0  # it went on from the checkpoint
     assert look(113.0, step=4, saved=2).last_checkpoint_age == 4.0
 
