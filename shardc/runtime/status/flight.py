@@ -7,6 +7,7 @@ The file is mapped into memory: an entry costs no system call, and stays when th
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import mmap
@@ -115,7 +116,8 @@ def _mapped(path: str) -> mmap.mmap:
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
             try:
-                os.posix_fallocate(descriptor, 0, _SIZE)  # else a full disk kills who writes
+                if os.pwrite(descriptor, bytes(_SIZE), 0) < _SIZE:  # a hole on a full disk would kill who writes there
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                 return mmap.mmap(descriptor, _SIZE)
             finally:
                 os.close(descriptor)
