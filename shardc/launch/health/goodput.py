@@ -63,9 +63,13 @@ class Goodput:
 
 
 def _time_of(seen: list[tuple[int, float]], step: float) -> float:
-    """When a step was done, or the last one that is known; at the earliest the first one."""
-    after = bisect_right(seen, step, key=lambda pair: pair[0])
-    if after == 0 or after == len(seen):
-        return seen[max(0, after - 1)][1]
+    """When a step was done; at the earliest the first one. One after the last one that is known, which the process has
+    not said before it was lost, took as long as the others; without end stands for the last one that is known."""
+    (first, begin), (last, end) = seen[0], seen[-1]
+    if step <= first or last == first or math.isinf(step):
+        return begin if step <= first else end
+    if step > last:
+        return end + (end - begin) * (step - last) / (last - first)
+    after = bisect_right(seen, step, hi=len(seen) - 1, key=lambda pair: pair[0])
     (before, begin), (later, end) = seen[after - 1], seen[after]
     return begin + (end - begin) * (step - before) / (later - before)
