@@ -28,6 +28,7 @@ _COMMANDS: Final = {
     "tune": ("tune", "choose the mesh: plan a function on all meshes, and rank them"),
     "schedule": ("schedule", "show a pipeline schedule: its grid over time, bubble, messages"),
     "run": ("run", "run a script in several processes"),
+    "autopsy": ("autopsy", "say why a run of several processes ended or hangs"),
     "calibrate": ("machine", "measure this machine: matrix products, memory, collectives"),
     "doctor": ("machine", "check this installation: versions, devices, environment"),
     "passes": ("lists", "list the passes in order: what each takes, gives and does"),

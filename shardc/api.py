@@ -41,6 +41,8 @@ from shardc.execute import gc_pause
 from shardc.execute.at_work import line_if_long
 from shardc.execute.call_cache import CallCache, has_tracers
 from shardc.execute.executable import Executable
+from shardc.execute.process_group import environment
+from shardc.execute.saved_code import refuse_unlike
 from shardc.ir.program import Program
 from shardc.ir.user_shard_map import explicit_mesh_of
 from shardc.ir.walk import all_eqns
@@ -108,7 +110,7 @@ class _Known:
 
     def takes(self, arrived: Sequence[Placement | None]) -> bool:
         """Whether arguments that live at `arrived` are those of the plan, or live where it takes them."""
-        each = zip(arrived, self.arguments, self.plan.inputs, strict=False)
+        each = zip(arrived, self.arguments, self.plan.whole_inputs, strict=False)
         return all(now == a.arrival or (a.arrival is None and now == planned) for now, a, planned in each)
 
 
@@ -375,7 +377,7 @@ class Function:
         if (id(plan), mesh) not in self._executables:
             with without_mesh():
                 if isinstance(plan, Plan):
-                    made = Executable(plan, mesh)
+                    made = Executable(plan, mesh, saved=self._options.saved)
                 else:
                     from shardc.execute.pipeline_executable import PipelineExecutable
 
@@ -473,6 +475,7 @@ class Function:
         if saved is not None:
             from shardc.plan.replay import replay
 
+            refuse_unlike(saved, environment())  # whose programs may differ, for no fault of the user's
             return Plan.of(replay(saved, request))
         found = make_plan(request)
         if isinstance(found, DoesNotFit):
@@ -662,7 +665,8 @@ def function(  # noqa: PLR0913  # a public face
         `shardc.stage_boundary`. Its axis of the mesh stands in no placement.
       plan: a plan that `plan.save(path)` wrote: its path, or what `shardc.load_plan` gives. It is lowered as it is,
         without a search, and only for calls of the shapes that it was made for; other placements that are given are
-        held against it.
+        held against it. Of a file that `compiled.save(path)` wrote the compiled program is taken too, and XLA compiles
+        nothing; such a file has pickles in it: load only what you wrote.
       replicate: primitives without a rule that are to be computed whole on every device, by name, though shardc finds
         signatures for them; `"*"` for all.
       forbid: what may not move: axes of the mesh, as `{"dcn"}`, over which nothing does, or a dict from an axis to the
@@ -684,7 +688,8 @@ def function(  # noqa: PLR0913  # a public face
     Raises:
       ArgumentError: `fn` is no function; a keyword that `function` does not take, as `in_shardings`; a name that is no
         argument of `fn`; a file that is no plan. When it is called: a plan of another
-        program, with all that differs; an argument's leaf that is neither an array nor a constant.
+        program, or a compiled program for other releases or another machine, with all that differs; an argument's leaf
+        that is neither an array nor a constant.
       CheckError: in a first call, with `check="first"`: its numbers are not those of one device.
       ForbiddenMoveError: when it is called or planned: what is forbidden has to move.
       MeshError: no mesh is given, or None with a pipeline or a plan.

@@ -289,11 +289,24 @@ def scope_of_rounds(n: int) -> str:
     return f"shardc.trips({n})"
 
 
+EXPECTED: Final = "shardc.expected"
+"""The name of the scope of a `cond` whose last branch nearly always runs."""
+
+
+def is_expected(eqn: Eqn) -> bool:
+    """Whether the last branch of a `cond` nearly always runs."""
+    return eqn.primitive.name == "cond" and EXPECTED in scopes_named(eqn)
+
+
 def rounds_of(eqn: Eqn) -> int | None:
     """The expected rounds of a `while`, from the innermost scope that gives them; None if no scope does."""
-    names = (s.name for s in reversed(eqn.source_info.name_stack.stack) if isinstance(s, _source_info_util.Scope))
-    found = next((m for n in names if (m := _ROUNDS.fullmatch(n))), None)
+    found = next((m for n in reversed(scopes_named(eqn)) if (m := _ROUNDS.fullmatch(n))), None)
     return None if found is None else int(found[1])
+
+
+def scopes_named(eqn: Eqn) -> list[str]:
+    """The names of the scopes of an equation, the innermost last."""
+    return [s.name for s in eqn.source_info.name_stack.stack if isinstance(s, _source_info_util.Scope)]
 
 
 def with_rounds_of(eqn: Eqn, caller: Eqn) -> Eqn:
@@ -796,11 +809,16 @@ def _compiles_only(client: Any) -> bool:
     return type(client).__name__ == "CompileOnlyPyClient"
 
 
-# Why: JAX writes an executable of compile-only devices to its compilation cache, and cannot read it from there.
+# Why: JAX writes an executable of compile-only devices to its compilation cache, and cannot read it from there; and
+# XLA:CPU writes one that was read from there without its code.
 @contextmanager
-def compiles_again() -> Generator[None, None, None]:
-    """A context in which JAX keeps no executables of compile-only devices."""
-    with _replacing(_cache, "is_cache_used", lambda used: lambda client: not _compiles_only(client) and used(client)):
+def compiles_again(for_all: bool = False) -> Generator[None, None, None]:
+    """A context in which JAX keeps no executables of compile-only devices, or of no devices at all."""
+
+    def unless(used: Callable[[Any], bool]) -> Callable[[Any], bool]:
+        return lambda client: not (for_all or _compiles_only(client)) and used(client)
+
+    with _replacing(_cache, "is_cache_used", unless):
         yield
 
 

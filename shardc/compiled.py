@@ -16,12 +16,14 @@ from shardc.arrays.fetch import values
 from shardc.arrays.placed import as_jax, leaf_aval
 from shardc.calls.opened import STRUCTURE
 from shardc.calls.openers import OpenArguments
-from shardc.errors import CheckError, MeshError, all_offenders
-from shardc.execute.call_cache import CallCache
+from shardc.errors import ArgumentError, CheckError, MeshError, all_offenders, writing
+from shardc.execute.call_cache import CallCache, has_tracers
 from shardc.execute.executable import Executable, OtherCallError
 from shardc.execute.in_turn import in_turn
+from shardc.machine.devices import me, processes_of
 from shardc.machine.mesh import without_mesh
 from shardc.passes.trace.trace import Call, is_array, settings
+from shardc.plan.saved_plan import record, write_compiled
 from shardc.plan.verify_signatures import check_found
 from shardc.plans import Plan, no_attribute
 from shardc.sbp.signature import is_extended
@@ -90,10 +92,24 @@ class CompiledCall(Generic[ExecutableT, PlanT]):
         if STRUCTURE in kwargs and (again := self._cached_calls.run(tree, leaves)) is not None:
             return again[0]
         call = self._taken_apart(args, kwargs)
+        if has_tracers(leaves):
+            made = self._traced([x for x in call.leaves if is_array(x)])
+            return jax.tree.unflatten(self.plan.program.out_tree, made)
         call.refuse_shapes(self._arguments.where)
         out = run(self.executable, call)
         self._cached_calls.add(tree, leaves, call, self.executable)  # the call has shown that it fits
         return out
+
+    def _traced(self, arrays: Sequence[Any]) -> list[Any]:
+        """A call inside another transformation.
+
+        Raises:
+          ArgumentError: what is compiled cannot be called there.
+        """
+        raise ArgumentError(
+            f"{self._arguments.where}: a compiled pipeline is several programs, and runs in no jax.jit, jax.grad or "
+            "jax.vmap; call the function itself there, which is then the plain one."
+        )
 
     def _taken_apart(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """The flattened arguments of a call.
@@ -143,6 +159,21 @@ class Compiled(CompiledCall[Executable, Plan]):
         self.plan.report(path)
 
     @compat.api_boundary
+    def save(self, path: str | PathLike[str]) -> None:
+        """Writes the plan and the program that XLA has compiled for it, as one file.
+
+        `shardc.function(plan=path)` loads it in another process, if program, plan, releases and machine are the same,
+        and says what differs if they are not. If the mesh has devices of several processes, the first of them writes.
+
+        Raises:
+          ArgumentError: the program calls Python, or the backend cannot write it; or the path cannot be written.
+        """
+        code = self.executable.code
+        if me() == processes_of(self.executable.mesh.devices.flat)[0] or self.executable.absent:
+            with writing(path):
+                write_compiled(record(self.plan), code, path)
+
+    @compat.api_boundary
     def check(self, *args: Any, **kwargs: Any) -> CheckReport:
         """Holds the compiled program against one device, border by border. Nothing is donated.
 
@@ -178,6 +209,10 @@ class Compiled(CompiledCall[Executable, Plan]):
         leaves = [as_jax(x) if is_extended(leaf_aval(x).dtype) else np.asarray(x) for x in arrays]
         with without_mesh():
             return check_found(self.plan, [*leaves, *self.plan.program.captured], self._arguments.where)
+
+    def _traced(self, arrays: Sequence[Any]) -> list[Any]:
+        """A call in an outer jit: the planned program as a part of that."""
+        return self.executable.traced(arrays)
 
     def __getattr__(self, name: str) -> NoReturn:
         no_attribute(self, name, lambda: self.plan.program.name)

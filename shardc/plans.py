@@ -58,12 +58,12 @@ class PlanFace:
     def in_placements(self) -> Any:
         """A placement for each leaf of the arguments: an attribute, and an item, for each argument."""
         tree = self._plan.request.tree
-        return None if tree is None else tree.unflatten(self._plan.inputs)
+        return None if tree is None else tree.unflatten(self._plan.whole_inputs)
 
     @property
     def out_placements(self) -> Any:
         """A placement for each leaf of the result; None for one that is no array."""
-        placements = jax.tree.unflatten(self._plan.program.out_tree, self._plan.outputs)
+        placements = jax.tree.unflatten(self._plan.program.out_tree, self._plan.whole_outputs)
         return jax.tree.map(lambda p: p if isinstance(p, Placement) else None, placements)  # of no array
 
     @cached_property

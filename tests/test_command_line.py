@@ -259,8 +259,8 @@ def test_without_a_command_it_prints_its_help(capsys):
     assert err == "" and out.startswith("Usage: ")
     commands = re.findall(r"^  ([a-z]+)  ", out, re.MULTILINE)
     assert commands == [
-        "plan", "explain", "why", "show", "diff", "report", "compile", "tune", "schedule", "run", "calibrate", "doctor",
-        "passes", "rules",
+        "plan", "explain", "why", "show", "diff", "report", "compile", "tune", "schedule", "run", "autopsy",
+        "calibrate", "doctor", "passes", "rules",
     ]  # fmt: skip
 
 

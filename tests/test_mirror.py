@@ -16,6 +16,7 @@ COVERED: Final[Mapping[str, str]] = {
     "__main__.py": "test_command_line.py",
     "api.py": "whole/test_function.py",
     "calls/*.py": "whole/test_function.py",
+    "commands/autopsy.py": "launch/health/test_autopsy.py",
     "commands/lists.py": "test_command_line.py",
     "commands/machine.py": "tuning/test_calibrate.py",
     "commands/run.py": "launch/test_options.py",
@@ -36,6 +37,7 @@ COVERED: Final[Mapping[str, str]] = {
     "execute/recording.py": "processes/test_pipelines.py",
     "passes/lower/lower.py": "whole/test_parity.py",
     "passes/lower/lower_borders.py": "execute/check/test_check.py",
+    "runtime/status/arrivals.py": "launch/health/test_stragglers.py",
     "runtime/transport/connection.py": "runtime/transport/test_link.py",
     "runtime/worker.py": "runtime/test_executor.py",
     # data that others make and read

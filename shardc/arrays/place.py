@@ -200,13 +200,18 @@ class Place:
             return of_words(value, self.dtype)
         return self.leave(self._physical(pieces.__getitem__, self.aval))
 
+    def read(self, elements: Callable[[Index], NDArray[Any]]) -> Any:
+        """The array on this mesh. Its boxes are made, and put on their devices, one after the other: the host has no
+        two of them."""
+        return self.leave(self._physical(elements, self.aval, one_by_one=True))
+
     @cached_property
     def _held_in(self) -> dict[Index, Index | None]:
         """The box that each shard of the physical array holds."""
         found = self.sharding.devices_indices_map(self.physical_shape).values()
         return dict(zip((index_of(i, self.physical_shape) for i in found), self.held, strict=True))
 
-    def _physical(self, elements: Callable[[Index], NDArray[Any]], aval: Any) -> jax.Array:
+    def _physical(self, elements: Callable[[Index], NDArray[Any]], aval: Any, one_by_one: bool = False) -> jax.Array:
         """The physical array of boxes with elements of the type of `aval`."""
         lead = (None, ...) if self.at.partial_axes else (...,)
 
@@ -214,7 +219,7 @@ class Place:
             box = self._held_in[shard]
             return None if box is None else elements(box)[lead]
 
-        return array_of(piece, self.physical_shape, self.sharding, aval)
+        return array_of(piece, self.physical_shape, self.sharding, aval, one_by_one)
 
     def enter(self, x: Any) -> jax.Array:
         """The physical array of an array, put here from wherever it is."""
@@ -298,7 +303,11 @@ def places(avals: Sequence[Any], mesh: AnyMesh | None, placements: Sequence[Plac
 
 
 def array_of(
-    piece: Callable[[Index], NDArray[Any] | None], shape: tuple[int, ...], sharding: Any, aval: Any
+    piece: Callable[[Index], NDArray[Any] | None],
+    shape: tuple[int, ...],
+    sharding: Any,
+    aval: Any,
+    one_by_one: bool = False,
 ) -> jax.Array:
     """An array of its pieces.
 
@@ -307,11 +316,19 @@ def array_of(
         Of random keys it is their words.
       shape, sharding: of the array.
       aval: its dtype and weak type.
+      one_by_one: whether a piece is on a device, and gone from the host, before the next one is made.
     """
     tail, dtype = Place(aval).words
+    at_device = sharding.addressable_devices_indices_map(shape).items() if one_by_one else ()
+    devices = {index_of(at or (), shape): device for device, at in at_device}
 
     @cache
-    def shard(box: Index) -> NDArray[Any]:
+    def shard(box: Index) -> Any:
+        if not one_by_one:
+            return on_host(box)
+        return jax.block_until_ready(jax.device_put(handed_over(on_host(box), sharding.mesh), devices[box]))
+
+    def on_host(box: Index) -> NDArray[Any]:
         found, block = piece(box), (*(b - a for a, b in box), *tail)
         if found is not None and found.shape == block:
             return found

@@ -1,9 +1,9 @@
-"""Arrays put on a mesh of several processes, each of which has its own part of them."""
+"""Arrays that are put on a mesh in parts: each process gives its own rows, or a function reads pieces."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -14,12 +14,16 @@ from jax.sharding import Mesh
 
 from shardc import compat
 from shardc.arrays.place import Place, put_leaf
-from shardc.arrays.placed import narrow
+from shardc.arrays.placed import leaf_aval, narrow
 from shardc.arrays.process_rows import ProcessRows, process_rows, whole_shape
-from shardc.errors import ArgumentError, DisagreementError, all_offenders
-from shardc.execute.process_group import ProcessGroup, given_whole, value_text
+from shardc.arrays.remote_array import is_small, put_remote
+from shardc.errors import ArgumentError, DisagreementError, PlacementError, all_offenders
+from shardc.execute.process_group import ProcessGroup, given_whole, group_of_mesh, value_text
+from shardc.machine.devices import is_remote
+from shardc.passes.trace.trace import is_array
 from shardc.sbp.placement import Placement
 from shardc.sbp.signature import is_extended
+from shardc.sbp.way import Index
 
 
 @dataclass(frozen=True)
@@ -110,3 +114,72 @@ def _unlike(pieces: Mapping[int, ProcessRows], told: Mapping[int, Sequence[Any]]
         if told[other][2] != t[2]:
             found.append(f"processes {other} and {k} hold the same part of it, and have other values")
     return found
+
+
+@dataclass(frozen=True)
+class ReadLeaf:
+    """A leaf that is read piece by piece.
+
+    Attributes:
+      path: of the leaf.
+      place: where it goes.
+      read: gives the elements at a path and an index; of random keys their words.
+    """
+
+    path: str
+    place: Place
+    read: Callable[[str, tuple[slice, ...]], Any]
+
+    def elements(self, box: Index) -> np.ndarray[Any, Any]:
+        """The elements of a box.
+
+        Raises:
+          ArgumentError: those that `read` gives are of another shape or type.
+        """
+        found, (tail, dtype) = np.asarray(self.read(self.path, tuple(slice(*pair) for pair in box))), self.place.words
+        shape = (*(stop - start for start, stop in box), *tail)
+        if (found.shape, found.dtype) != (shape, dtype):
+            at = ", ".join(f"{start}:{stop}" for start, stop in box)
+            raise ArgumentError(
+                f"shardc.put(read=): {self.path}[{at}] has to be {dtype}{list(shape)}, and read gave {found.dtype}"
+                f"{list(found.shape)}."
+            )
+        return found
+
+    def put(self, mesh: Mesh) -> Any:
+        """The array on the mesh; on one of another JAX runtime a RemoteArray, with its value if that is small."""
+        if not is_remote(mesh.devices.flat):
+            return self.place.read(self.elements)
+        small, shape = is_small(self.place.aval), self.place.shape
+        whole = self.elements(tuple((0, n) for n in shape)) if small else jax.ShapeDtypeStruct(shape, self.place.dtype)
+        return put_remote(whole, mesh, self.place.placement)
+
+
+def read_leaves(
+    read: Callable[..., Any],
+    paths: Sequence[str],
+    leaves: Sequence[Any],
+    mesh: Mesh,
+    placed: Sequence[Placement | None],
+) -> list[Any]:
+    """The leaves of `shardc.put(read=)`: those that are arrays are read, others stay.
+
+    Raises:
+      ArgumentError: `read` gives elements of another shape or type.
+      PlacementError: an array has no placement.
+    """
+    found: dict[int, ReadLeaf] = {}
+    lines: list[str] = []
+    for i, (path, x, placement) in enumerate(zip(paths, leaves, placed, strict=True)):
+        if is_array(x) and placement is None:
+            lines.append(f"{path}: no placement; say {{}} for a copy on each device")
+        elif is_array(x):
+            aval = leaf_aval(x)
+            dtype = jax.dtypes.canonicalize_dtype(aval.dtype, allow_extended_dtype=True)
+            found[i] = ReadLeaf(path, Place(compat.shaped_array(aval.shape, dtype), mesh, placement), read)
+    if lines:
+        raise PlacementError(all_offenders("shardc.put(read=): leaves that go nowhere", lines))
+    group = group_of_mesh(mesh)
+    if group is not None:
+        group.compare("shardc.put(read=)", {one.path: f"{one.place.aval} at {one.place}" for one in found.values()})
+    return [found[i].put(mesh) if i in found else x for i, x in enumerate(leaves)]

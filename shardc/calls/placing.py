@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -16,7 +16,7 @@ from shardc.arrays.place import put_leaf
 from shardc.arrays.placed import is_placed
 from shardc.arrays.process_rows import process_rows
 from shardc.arrays.remote_array import put_remote
-from shardc.calls.given_rows import GivenRows, put_rows
+from shardc.calls.given_rows import GivenRows, put_rows, read_leaves
 from shardc.calls.leaves import leaf_of
 from shardc.errors import ArgumentError, PlacementError, all_offenders, did_you_mean
 from shardc.execute.process_group import group_of_mesh, settle_all, value_facts
@@ -24,6 +24,7 @@ from shardc.execute.remote_values import bring
 from shardc.ir.constrain import constrain_p
 from shardc.machine.devices import is_remote
 from shardc.machine.mesh import AnyMesh, view
+from shardc.passes.trace.constants import is_foreign_array
 from shardc.passes.trace.pins import Leaf, Pins, code_text
 from shardc.passes.trace.trace import is_array, leaves_by_path, path_text
 from shardc.sbp.placement import AUTO, Auto, Pin, Placement, S, as_sbp
@@ -32,7 +33,9 @@ T = TypeVar("T")
 
 
 @compat.api_boundary
-def put(tree: Any, mesh: AnyMesh, placements: Any, *, here: bool = False) -> Any:
+def put(
+    tree: Any, mesh: AnyMesh, placements: Any, *, here: bool = False, read: Callable[..., Any] | None = None
+) -> Any:
     """Puts the arrays of a pytree on a mesh.
 
     On a mesh of several processes all of them make the same call. Each gives the whole values, which have to be equal
@@ -41,22 +44,33 @@ def put(tree: Any, mesh: AnyMesh, placements: Any, *, here: bool = False) -> Any
     one; here they become `RemoteArray`s.
 
     Args:
-      tree: pytree of arrays; leaves that are no arrays are left as they are.
+      tree: pytree of arrays; leaves that are no arrays are left as they are. With `read`, only the shapes and types of
+        the arrays count, as `jax.eval_shape` gives them.
       mesh: a mesh with devices.
       placements: as `in_placements` says them, or as `plan.in_placements` gives them: a leaf, `shardc.rules`, or a
         pytree prefix; what is AUTO or None is left as it is.
       here: whether the arrays are the parts that this process holds: along each dimension the pieces of its devices, in
         order, as `shardc.rows_here` says. The shape of the whole is found by asking the other processes. Parts that
         several processes hold have to be equal.
+      read: a function of a leaf's path, as rules see it, and an index, a slice for each dimension; it gives these
+        elements, as NumPy has them. It is asked for the pieces of this process's devices, for each once, and a piece is
+        on its devices before the next one is read: the host has one piece at a time.
 
     Returns:
       The tree with jax.Arrays; where a placement is an uneven split or a partial sum, PlacedArrays.
 
     Raises:
-      ArgumentError: `mesh` is no mesh, or has no devices; arrays were donated to a call; or parts do not make up an
-        array.
+      ArgumentError: `mesh` is no mesh, or has no devices; arrays were donated to a call, or are tensors of another
+        library; parts do not make up an array; or `read` gives elements of another shape or type.
       DisagreementError: values, or parts that several processes hold, differ between processes.
-      PlacementError: a placement does not fit the mesh or its array, or the two trees do not match.
+      PlacementError: a placement does not fit the mesh or its array, or the two trees do not match; or a leaf to be
+        read has none.
+
+    Examples:
+      >>> rows = np.arange(8.0).reshape(4, 2)
+      >>> like = {"w": jax.ShapeDtypeStruct((4, 2), "float32")}
+      >>> put(like, make_mesh(data=1), {}, read=lambda path, at: rows[at].astype("float32"))["w"].sum()
+      Array(28., dtype=float32)
     """
     if not isinstance(mesh, Mesh | AbstractMesh):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ArgumentError(
@@ -65,10 +79,12 @@ def put(tree: Any, mesh: AnyMesh, placements: Any, *, here: bool = False) -> Any
         )
     pairs, structure = leaves_by_path(tree), jax.tree.structure(tree)
     paths, leaves = [path_text(path) for path, _ in pairs], [x for _, x in pairs]
-    refuse_gone("shardc.put: arrays that are gone", zip(paths, leaves, strict=True))
+    _refuse_leaves(paths, leaves, read is None, here)
     placed = _placements(placements, structure, paths, list(map(leaf_of, paths, paths, leaves)), mesh)
     if isinstance(mesh, AbstractMesh):
         raise ArgumentError("shardc.put needs a mesh with devices; this one only plans (it names a topology).")
+    if read is not None:
+        return jax.tree.unflatten(structure, read_leaves(read, paths, leaves, mesh, placed))
     if is_remote(mesh.devices.flat):
         return jax.tree.unflatten(structure, [put_remote(x, mesh, p) for x, p in zip(leaves, placed, strict=True)])
     group = group_of_mesh(mesh)
@@ -88,6 +104,26 @@ def put(tree: Any, mesh: AnyMesh, placements: Any, *, here: bool = False) -> Any
             "this process's part. Give placements as dicts from axis to sbp."
         )
     return jax.tree.unflatten(structure, leaves)
+
+
+def _refuse_leaves(paths: Sequence[str], leaves: Sequence[Any], needs_values: bool, here: bool) -> None:
+    """Raise ArgumentError for leaves that cannot be put."""
+    pairs = list(zip(paths, leaves, strict=True))
+    refuse_gone("shardc.put: arrays that are gone", pairs)
+    if foreign := [
+        f"{path}: a {type(x).__name__} is an array of another library; give np.asarray of it"
+        for path, x in pairs
+        if is_foreign_array(x) and not is_array(x)
+    ]:
+        raise ArgumentError(all_offenders("shardc.put: arrays that JAX does not know", foreign))
+    if here and not needs_values:
+        raise ArgumentError("shardc.put: here=True and read= are two ways to give a process's part; leave one out.")
+    described = [path for path, x in pairs if isinstance(x, jax.ShapeDtypeStruct)]
+    if needs_values and described:
+        raise ArgumentError(
+            f"shardc.put: {described[0]} is a jax.ShapeDtypeStruct, which has no elements; give an array, or read=, a "
+            "function of a path and an index that gives them."
+        )
 
 
 def _placements(

@@ -163,7 +163,7 @@ def figures_of(plan: Any) -> dict[str, Any]:
             "memory": {name: need for name, need, _ in plan.memory_by_row},
         }  # fmt: skip
     figures: dict[str, Any] = {
-        "function": plan.program.name, "mesh": dict(plan.mesh.axes), "topology": plan.mesh.topology.kind,
+        "function": plan.program.name, "mesh": dict(plan.mesh.whole_axes), "topology": plan.mesh.topology.kind,
         "seconds": plan.seconds, "bytes_per_device": _or_null(plan.bytes_per_device), "peak": plan.memory.peak,
         "hbm": plan.mesh.topology.hbm, "gap": plan.gap,
     }  # fmt: skip

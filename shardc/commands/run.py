@@ -49,9 +49,29 @@ Examples: shardc run --hosts a,b train.py --steps 100
     help="Independent JAX runtimes, for pipelines (default: 1).",
 )
 @click.option(
-    "--restarts", type=values.count, default=0, metavar="K", help="Losses after which processes are started again."
+    "--restarts",
+    type=values.restarts,
+    default="0",
+    metavar="K or K/TIME",
+    help="Losses after which processes are started again: in all, or within a time, 3/1h.",
 )
-@click.option("--log", type=Path, metavar="DIR", help="Keep the output of each process in DIR/process-N.log.")
+@click.option(
+    "--spares",
+    type=values.count,
+    default=0,
+    metavar="S",
+    help="Places besides, at which nothing runs before a host is lost (default: 0).",
+)
+@click.option(
+    "--log",
+    type=Path,
+    metavar="DIR",
+    help="Keep the output of each process in DIR/process-N.log, and for autopsy what it did last.",
+)
+@click.option("--status", type=Path, metavar="FILE", help="Write the figures of the run to FILE every second, as JSON.")
+@click.option(
+    "--metrics", type=values.port, metavar="[HOST:]PORT", help="Serve the figures of the run there for Prometheus."
+)
 @click.option(
     "--silence",
     type=values.seconds,
@@ -93,14 +113,14 @@ Examples: shardc run --hosts a,b train.py --steps 100
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def run_command(
     script: str, arguments: tuple[str, ...], module: bool, devices: int | None,
-    processes: tuple[int | None, int | None] | None, **options: Any,
+    processes: tuple[int | None, int | None] | None, restarts: tuple[int, float], **options: Any,
 ) -> int:  # fmt: skip
     """Run the same script in several processes: on this machine, on hosts that ssh reaches, or under Slurm, Open MPI,
     Kubernetes or Ray."""
     least, most = processes or (None, None)
     program = Script(script, arguments[arguments[:1] == ("--",) :], module, devices)  # one -- ends the options of run
     program.refuse_missing()
-    made = RunOptions(program, most, least, **options)
+    made = RunOptions(program, most, least, restarts=restarts[0], window=restarts[1], **options)
     if made.log:
         made.log.mkdir(mode=0o700, parents=True, exist_ok=True)
     if made.secret and not made.secret.is_file():

@@ -70,6 +70,24 @@ def processes(text: str) -> tuple[int | None, int | None]:
     return found
 
 
+_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+def restarts(text: str) -> tuple[int, float]:
+    """How many restarts, and within how many seconds: `3`, or `3/1h`."""
+    most, slash, within = text.partition("/")
+    wanted = "a whole number of 0 or more, or one within a time: 3/1h, with s, m, h or d"
+    if slash and within[-1:] not in _UNITS:
+        raise click.BadParameter(f'"{text}" is not {wanted}')
+    seconds = number(float, 0, wanted, above=True)(within[:-1]) * _UNITS[within[-1]] if slash else float("inf")
+    return number(int, 0, wanted)(most), seconds
+
+
+def port(text: str) -> str:
+    """A port, or an address with a port."""
+    return f":{text}" if text.isdecimal() else address(text)
+
+
 def address(text: str) -> str:
     host, _, port = text.rpartition(":")
     if not host or not port.isdecimal():

@@ -20,6 +20,7 @@ from typing import Any, Final, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from shardc import compat
 from shardc.arrays.place import Place
@@ -29,7 +30,8 @@ from shardc.dataflow.network import FlowNetwork
 from shardc.dataflow.round import FlowNode, Round, aval_of, outside, traced_round
 from shardc.dataflow.value import RoundValue
 from shardc.dataflow.work import Callee, FunctionWork
-from shardc.errors import ArgumentError, FlowError, number_text
+from shardc.errors import ArgumentError, ClusterError, FlowError, number_text
+from shardc.machine.devices import me, processes_of
 from shardc.machine.mesh import AnyMesh
 from shardc.passes.trace.trace import where_of
 
@@ -80,7 +82,17 @@ class Shared:
 
     @property
     def value(self) -> Any:
-        """The state as it is now: a copy, which later changes do not touch."""
+        """The state as it is now: a copy, which later changes do not touch.
+
+        Raises:
+          ClusterError: it lives in another process.
+        """
+        owners = processes_of(self.mesh.devices.flat) if isinstance(self.mesh, Mesh) else []
+        if owners and me() not in owners:
+            raise ClusterError(
+                f"this shared state lives in process {', '.join(map(str, owners))}: read .value there, or let a round "
+                "give it, as what .read() is in the round."
+            )
         with self.lock:
             return self.tree.unflatten([copied(x) for x in self.leaves])
 

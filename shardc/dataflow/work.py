@@ -146,8 +146,9 @@ class FunctionWork:
         arrays = [(name, x) for name, x, given in zip(call.names, call.leaves, known, strict=True) if is_array(given)]
         program = self.plan.program
         if mesh is not None:
-            taken = [Place(_known(a), mesh, p) for a, p in zip(program.in_avals, self.plan.inputs, strict=True)]
-            self.gives = [Place(_known(a), mesh, p) for a, p in zip(program.out_avals, self.plan.outputs, strict=True)]
+            taken = [Place(_known(a), mesh, p) for a, p in zip(program.in_avals, self.plan.whole_inputs, strict=True)]
+            given = zip(program.out_avals, self.plan.whole_outputs, strict=True)
+            self.gives = [Place(_known(a), mesh, p) for a, p in given]
         else:
             taken = self._on_stages(program.in_avals, self.plan.pieces.inputs, self.plan.in_borders, True)
             self.gives = self._on_stages(program.out_avals, self.plan.pieces.outputs, self.plan.out_borders, False)

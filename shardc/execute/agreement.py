@@ -103,7 +103,7 @@ class Agreement:
         return {
             **environment(),
             **_rank_facts(self.plan),
-            "the mesh": ", ".join(f"{a}={n}" for a, n in mesh.axes),
+            "the mesh": ", ".join(f"{a}={n}" for a, n in mesh.whole_axes),
             "the machine (topology or calibration)": f"{mesh.topology.kind}, digest {machine}",
             "the plan": self._digest_text,
         }

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
@@ -25,6 +25,7 @@ from shardc.execute.agreement import Agreement
 from shardc.execute.at_work import line_if_long
 from shardc.execute.name_nan import name_first
 from shardc.execute.process_group import group_of_mesh
+from shardc.execute.saved_code import cache_hits, code_of, facts_of, loaded
 from shardc.ir.host_callback import CALLBACKS, kept_text, raise_kept
 from shardc.ir.memory_move import MEMORY_KIND
 from shardc.ir.program import Program
@@ -32,7 +33,7 @@ from shardc.ir.walk import all_eqns
 from shardc.machine.ahead import is_absent
 from shardc.machine.devices import is_remote, processes_of
 from shardc.machine.launch_order import in_launch_order, ordered_devices
-from shardc.machine.mesh import AnyMesh, without_mesh
+from shardc.machine.mesh import AnyMesh, cut_mesh, without_mesh
 from shardc.passes.audit.audit import Audit, audit
 from shardc.passes.audit.hlo_overlap import find_overlaps
 from shardc.passes.audit.hlo_schedule import Scheduled, read_schedule
@@ -40,6 +41,7 @@ from shardc.passes.lower.lower import Lowering
 from shardc.passes.trace.trace import settings
 from shardc.plan.digest import digest_of
 from shardc.plan.plan import PlacedProgram
+from shardc.plan.saved_plan import MachineCode, SavedPlan
 from shardc.sbp.layout import bits_of, physical_spec
 from shardc.sbp.placement import local_shape
 from shardc.sbp.signature import is_extended
@@ -101,13 +103,15 @@ class Executable:
 
     moves_arguments = False
     unchecked = False
+    _from_cache: Sequence[str] = ()
 
-    def __init__(self, plan: PlacedProgram, mesh: AnyMesh, token: bool = False) -> None:
+    def __init__(self, plan: PlacedProgram, mesh: AnyMesh, token: bool = False, saved: SavedPlan | None = None) -> None:
         """Compile a plan.
 
         Args:
           plan: the plan.
           mesh: the mesh, with devices.
+          saved: the plan as it was saved; its code is loaded, if it has some, and nothing is compiled.
           token: append a zero-byte result to those of `run`. It is never donated, and becomes ready when the program
             has finished.
         """
@@ -118,11 +122,11 @@ class Executable:
             )
         if is_remote(mesh.devices.flat):
             raise MeshError(f"{plan.program.name}: its mesh ({plan.mesh}) {other_runtimes_text(mesh)}")
-        self.plan, self.mesh = plan, mesh
+        self.plan, self.mesh, self._saved = plan, mesh, saved
         self.absent = is_absent(mesh)
         self._sizes = plan.mesh.sizes
-        self._inputs = places(plan.program.in_avals, mesh, plan.inputs)
-        self._outputs = places(plan.program.out_avals, mesh, plan.outputs)
+        self._inputs = places(plan.program.in_avals, mesh, plan.whole_inputs)
+        self._outputs = places(plan.program.out_avals, mesh, plan.whole_outputs)
         self._empty_out = [i for i, a in enumerate(plan.program.out_avals) if 0 in a.shape and plan.outputs[i].items_]
         self.in_shardings = _shardings(self._inputs, plan.host_inputs)
         self._out_shardings = _shardings(self._outputs, plan.host_outputs)
@@ -190,7 +194,7 @@ class Executable:
 
         mapped = jax.shard_map(
             made if all_empty else lambda *pieces: local(pieces),
-            mesh=self.mesh,
+            mesh=cut_mesh(self.mesh, plan.mesh),
             in_specs=() if all_empty else tuple(physical_spec(p) for p in plan.inputs),
             out_specs=out_specs,
             check_vma=False,
@@ -237,7 +241,7 @@ class Executable:
     def lives_as_planned(self, i: int, x: Any) -> bool:
         """Whether array `i` has the plan's placement, or none yet."""
         if is_placed(x):
-            return x.placement == self.plan.inputs[i] and x.mesh == self.mesh
+            return x.placement == self._inputs[i].placement and x.mesh == self.mesh
         if not self._inputs[i].is_plain or not getattr(x, "committed", False):
             return True  # the call puts it there
         wanted = self.in_shardings[i]
@@ -263,9 +267,9 @@ class Executable:
         """
         plan = self.plan
         wrong = [
-            f"{path}: planned at {p or 'B'}, but passed as {x.placement if is_placed(x) else x.sharding}; move it with "
-            "shardc.put"
-            for i, (path, p, x) in enumerate(zip(plan.program.in_paths, plan.inputs, leaves, strict=False))
+            f"{path}: planned at {place.at or 'B'}, but passed as {x.placement if is_placed(x) else x.sharding}; move "
+            "it with shardc.put"
+            for i, (path, place, x) in enumerate(zip(plan.program.in_paths, self._inputs, leaves, strict=False))
             if not self.lives_as_planned(i, x)
         ]
         if wrong:
@@ -365,6 +369,41 @@ class Executable:
         if not self._reordered:
             return out
         return [*(out[i] for i in self._out_place), *out[len(self._out_place) :]]
+
+    def traced(self, arrays: Sequence[Any]) -> list[Any]:
+        """The results of a call in an outer jit: the program is a part of another one, or of what `jax.export`
+        writes.
+
+        Raises:
+          ArgumentError: JAX cannot say the placement of an argument or result.
+        """
+        program, plan = self.plan.program, self.plan
+        into = zip(program.in_paths, plan.inputs, self._inputs, strict=False)
+        out = zip(program.out_paths, plan.outputs, self._outputs, strict=True)
+        wrong = [
+            f"{path}: {p} splits {tuple(place.shape)} unevenly, or has terms of a sum on each device."
+            for path, p, place in (*into, *out)
+            if not place.is_plain
+        ]
+        if wrong:
+            raise ArgumentError(
+                all_offenders(f"{program.name}: not in jax.jit, where JAX has to place arguments and results:", wrong)
+            )
+        args = [*arrays, *self._captured]
+        made = self._without_gradient(*(args[i] for i in self._in_order))
+        return [made[i] for i in self._out_place]
+
+    @cached_property
+    def _without_gradient(self) -> Callable[..., list[Any]]:
+        def refuse(primals: Any, tangents: Any) -> NoReturn:
+            name = self.plan.program.name
+            raise ArgumentError(
+                f"{name}: a compiled program has no gradient; differentiate the function {name} itself."
+            )
+
+        made = jax.custom_jvp(self._keeping)
+        made.defjvp(refuse)
+        return made
 
     def _begin(self, program: Callable[..., list[Any]], args: Sequence[Any]) -> list[Any]:
         """Launch a program of this plan, in the order of all programs on its devices."""
@@ -476,10 +515,46 @@ class Executable:
     def _wanted_options(self) -> Mapping[str, str]:
         return {} if self.mesh.devices.flat[0].platform == "cpu" else self.plan.xla_options
 
+    @property
+    def code(self) -> MachineCode:
+        """The compiled program as it is saved.
+
+        Raises:
+          ArgumentError: it calls Python, or no backend can write it.
+        """
+        name = self.plan.program.name
+        if self._calls_back or self._below_a_byte:
+            what = "calls Python, which is in this process" if self._calls_back else "takes arrays of less than a byte"
+            raise ArgumentError(f"{name} {what}: its compiled program cannot be saved; compiled.plan.save(path) can.")
+        if self._saved is not None and self._saved.code is not None:
+            return self._saved.code
+        _ = self.compiled
+        if self._from_cache:  # XLA:CPU writes what it has read there without its code
+            with compat.compiles_again(for_all=True):
+                return Executable(self.plan, self.mesh, self._token).code
+        return code_of(self.compiled, self._facts(), self.xla_options, name)
+
+    def _facts(self) -> dict[str, str]:
+        return facts_of(self.lowered.as_text(), self._wanted_options, self.mesh)
+
+    def _loaded(self, saved: SavedPlan, code: MachineCode) -> tuple[Any, Mapping[str, str]]:
+        if self.absent:
+            name = self.plan.program.name
+            raise MeshError(f"{saved.name} has a compiled program of {name}, to run it: the mesh has no devices.")
+        counts = len(self._inputs), len(self._outputs) + self._has_token
+        return loaded(saved, code, self._facts(), self.mesh, counts), code.options
+
     @cached_property
     def _compiled(self) -> tuple[Any, Mapping[str, str]]:
+        if self._saved is not None and self._saved.code is not None:
+            return self._loaded(self._saved, self._saved.code)
         again = compat.compiles_again() if self.absent else contextlib.nullcontext()
-        with without_mesh(), line_if_long(f"compiling {self.plan.program.name}"), again:
+        with (
+            without_mesh(),
+            line_if_long(f"compiling {self.plan.program.name}"),
+            again,
+            cache_hits() as self._from_cache,
+        ):
             if options := self._wanted_options:
                 try:
                     return self.lowered.compile(compiler_options=dict(options)), options
@@ -501,7 +576,7 @@ class Executable:
         plan, text, platform = self.plan, self.hlo(), self.mesh.devices.flat[0].platform
         overlaps = () if platform == "cpu" else find_overlaps(plan.overlaps, [text], plan.mesh)
         refused = self._wanted_options if not self.xla_options else {}
-        found = audit(plan.collectives, text, self._sizes, platform=platform)
+        found = audit(plan.collectives, text, self._sizes, platform=platform, cuts=plan.mesh.cuts)
         return replace(found, overlaps=overlaps, options=self.xla_options, refused=refused)
 
     def schedule(self) -> list[Scheduled]:

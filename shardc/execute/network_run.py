@@ -120,6 +120,7 @@ class NetworkRun:
           DisagreementError: it has other facts.
         """
         network, waits, cluster = self.network, self.cluster.waits, self.cluster
+        cluster.recorder.channels[network.number] = [c.name for c in network.net.channels]
         with waits.during(list(network.links), "to open the network"):
             said = self._joined(facts()) if cluster.config.joins and facts is not None else None
             if facts is not None:  # before any message of the run
@@ -249,4 +250,5 @@ def _awaited(expected: Expected, peer: int, cluster: Cluster) -> Packed:
 def _close(network: DistributedNetwork, cluster: Cluster) -> None:
     cluster.waits.networks.pop(network.number, None)
     cluster.welcomes.pop(network.number, None)
+    cluster.recorder.channels.pop(network.number, None)
     network.close()

@@ -106,7 +106,10 @@ class ProcessGroup:
           facts: of this process, by name.
         """
         like = None if facts else (what, plan)
-        if self._cluster is None or (like and like == self._last and self._cluster.repeat(self._repeats)):
+        if self._cluster is None:
+            return
+        if like and like == self._last and self._cluster.repeat(self._repeats):
+            self._cluster.recorder.note(f"at {what}, call {number}")
             return
         self._last = None  # in case that it is not made
         call = self.compare(f"{what}, call {number}", facts, plan)

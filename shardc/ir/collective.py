@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final, Literal, TypeAlias
 
 from shardc.sbp.cost import CollectiveKind
 
 UNKNOWN: Final = "unknown"
 """The kind of what may move something that no table knows; its bytes are not a number (nan)."""
+
+
+Branch: TypeAlias = Literal["", "expected", "other"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +33,8 @@ class Collective:
       trips: the iterations that `shardc.trips` gives for one run of all the `while`s around it.
       one_round: whether a `while` around it has no `shardc.trips`, so that it counts one iteration.
       at_most: whether how much moves depends on data. `bytes` is the most.
+      branch: where a `cond` has a branch that is expected to run, whether it is in that one or in another one, whose
+        bytes a plan does not count; else empty.
     """
 
     kind: CollectiveKind | Literal["unknown"]
@@ -44,6 +49,7 @@ class Collective:
     trips: int = 1
     one_round: bool = False
     at_most: bool = False
+    branch: Branch = ""
 
     @property
     def is_known(self) -> bool:
@@ -60,8 +66,8 @@ class Moves:
 
 
 def known_bytes(collectives: Iterable[Collective]) -> int:
-    """Bytes of the collectives whose bytes are known."""
-    return sum(int(c.bytes) for c in collectives if c.is_known)
+    """Bytes of the collectives whose bytes are known, as the expected branches run."""
+    return sum(int(c.bytes) for c in collectives if c.is_known and c.branch != "other")
 
 
 def unknown_among(collectives: Iterable[Collective]) -> list[str]:

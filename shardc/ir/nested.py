@@ -5,7 +5,7 @@ Where one of these keeps its bodies, and how it counts its operands, depends on 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Sized
+from collections.abc import Callable, Iterable, Sequence, Sized
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import islice
@@ -13,7 +13,18 @@ from typing import Any, Final, TypeVar
 
 import jax
 
-from shardc.compat import Atom, Eqn, Jaxpr, Var, close, rounds_of, scan_counts, scope_of_rounds, with_scan_counts
+from shardc.compat import (
+    Atom,
+    Eqn,
+    Jaxpr,
+    Var,
+    close,
+    is_expected,
+    rounds_of,
+    scan_counts,
+    scope_of_rounds,
+    with_scan_counts,
+)  # fmt: skip
 from shardc.errors import ArgumentError
 
 T = TypeVar("T")
@@ -52,6 +63,14 @@ def with_bodies(eqn: Eqn, bodies: Iterable[Jaxpr]) -> dict[str, Any]:
         old = params[key]
         params[key] = tuple(map(like, old)) if isinstance(old, tuple) else like(old)
     return params
+
+
+def in_bodies(eqn: Eqn, change: Callable[[Jaxpr], Jaxpr]) -> Eqn:
+    """A nested equation after a change of each of its bodies; itself if none is another object."""
+    bodies = bodies_of(eqn)
+    changed = [change(b) for b in bodies]
+    same = all(new is old for new, old in zip(changed, bodies, strict=True))
+    return eqn if same else eqn.replace(params=with_bodies(eqn, changed))
 
 
 def trips_of(eqn: Eqn) -> int:
@@ -102,6 +121,7 @@ class Body:
       results: for each output, the number of the result that it gives; empty for the condition of a `while`.
       fixed, carries: numbers of inputs. Output j is the next value of carry j.
       trips: executions in one of the equation, as `trips_of` counts them.
+      chance: that the body runs at all, for the search; 1 where nothing is known.
     """
 
     jaxpr: Jaxpr
@@ -110,6 +130,12 @@ class Body:
     fixed: int
     carries: int = 0
     trips: int = 1
+    chance: float = 1.0
+
+    @property
+    def runs(self) -> float:
+        """Executions in one of the equation, for the search."""
+        return self.trips * self.chance
 
     @property
     def decides(self) -> bool:
@@ -166,7 +192,19 @@ def nested_bodies(eqn: Eqn) -> list[Body]:
             operands = operands[1:]
         case _:
             pass
-    return [Body(b, operands, results, len(operands)) for b in bodies_of(eqn)]
+    chances = chances_of(eqn)
+    return [Body(b, operands, results, len(operands), chance=p) for b, p in zip(bodies_of(eqn), chances, strict=True)]
+
+
+UNLIKELY: Final = 2.0**-6
+"""The chance of a branch of a `cond` that is not expected to run: the search counts it, and exchanges of sorted rows
+are made so large that they overflow no more often by chance."""
+
+
+def chances_of(eqn: Eqn) -> list[float]:
+    """For each body of an equation the chance that the search counts for it."""
+    count = len(bodies_of(eqn))
+    return [*[UNLIKELY] * (count - 1), 1.0] if is_expected(eqn) else [1.0] * count
 
 
 def with_nested(eqn: Eqn, bodies: Sequence[Jaxpr], fixed: Sequence[int], carries: int) -> dict[str, Any]:

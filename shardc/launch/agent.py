@@ -122,8 +122,8 @@ class RemoteProcess:
             self._start, self._tail = job.start, []
         self._notify({"event": "start", "job": job.to_json(secret=False)})
 
-    def kill(self) -> None:
-        self._notify({"event": "kill"})
+    def kill(self, why: str = "") -> None:
+        self._notify({"event": "kill", "why": why})
 
     def interrupt(self) -> None:
         self._notify({"event": "interrupt"})
@@ -336,8 +336,8 @@ def _obey(
         match event:
             case "told", {"event": "start", "job": job}:
                 process.start(prepare(_with_links(Job.from_json(job, post.secret), post.bind or store.host)))
-            case "told", {"event": "kill"}:
-                process.kill()
+            case "told", {"event": "kill", "why": why}:
+                process.kill(why)
             case "told", {"event": "end", "code": code}:
                 return int(code)
             case "told", {"event": "gone"}:

@@ -28,12 +28,14 @@ from shardc.arrays.buffers import allocate
 from shardc.errors import (
     ClusterError,
     DisagreementError,
+    PeerLostError,
     RunEnds,
     ShardcError,
     StepFailedError,
     is_of_another_process,
 )
 from shardc.execute.process_group import settle_all
+from shardc.launch.failure import DISAGREE, LOST
 from shardc.launch.job import Job
 from shardc.launch.output import write_all
 from shardc.launch.prepare import prepare_jax
@@ -43,6 +45,8 @@ from shardc.runtime.cluster import Cluster
 
 _ACKNOWLEDGE_SECONDS: Final = 5.0
 _CAUSE_SECONDS: Final = 1.0
+_SAID: Final = 400
+"""Characters of an error that the flight recorder keeps."""
 
 _log: Final = logging.getLogger("shardc")
 
@@ -115,6 +119,7 @@ def _end(cluster: Cluster, job: Job, saved: int | None) -> None:
       saved: the step at which the script has saved because the run was asked to end.
     """
     _flush()
+    cluster.recorder.end()
     cluster.store.report({"what": "done", "start": job.start, "calls": cluster.calls(), "saved": saved})
     if not cluster.wait_to_leave():
         os._exit(0)
@@ -149,9 +154,10 @@ def fail(cluster: Cluster, job: Job, error: BaseException) -> NoReturn:
     if job.log and text:
         with suppress(OSError), Path(job.log).open("a", encoding="utf-8") as file:
             file.write(text)
-    noticed = False
+    report, noticed = report_of(error, text, code), False
+    cluster.recorder.end(why=report["why"], follows=report["follows"], said=str(error)[:_SAID])
     with suppress(ClusterError):
-        noticed = cluster.store.report({**report_of(error, text, code), "start": job.start}, _ACKNOWLEDGE_SECONDS)
+        noticed = cluster.store.report({**report, "start": job.start}, _ACKNOWLEDGE_SECONDS)
     if not noticed:  # the launcher is stopped
         with suppress(OSError):
             write_all(2, text.encode(errors="replace"))
@@ -186,7 +192,8 @@ def error_text(error: BaseException) -> tuple[str, int]:
         text = sys.stderr.getvalue()
     finally:
         sys.stderr = stderr
-    return text, 130 if isinstance(error, KeyboardInterrupt) else 1
+    kinds = {KeyboardInterrupt: 130, DisagreementError: DISAGREE, PeerLostError: LOST}
+    return text, next((code for kind, code in kinds.items() if isinstance(error, kind)), 1)
 
 
 def _drop_notes(error: BaseException | None) -> None:

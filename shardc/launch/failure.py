@@ -16,6 +16,10 @@ _HEAD_START: Final = 0.5
 its end."""
 SETTLE: Final = 0.3
 """Seconds for which a failure waits for others of the same cause."""
+LOST: Final = 75
+"""The exit code of a run that has lost a process: EX_TEMPFAIL of sysexits.h, another try may succeed."""
+DISAGREE: Final = 76
+"""The exit code if the processes disagree: EX_PROTOCOL, another try does the same."""
 _CAUSE_SECONDS: Final = 3.0
 """Seconds for which a failure that follows from another one waits for that one."""
 

@@ -123,6 +123,8 @@ class Lateness:
         groups: dict[str, str] = {name: call[0] for run in said.values() for name, call in run["calls"].items()}
         for name, text in groups.items():
             members = [p for p in members_of(text) if p not in ended]
+            if not members:
+                continue
             calls = {p: said.get(p, {}).get("calls", {}).get(name, (text, -1, "")) for p in members}
             least = min(number for _, number, _ in calls.values())
             ahead = {p: why for p, (_, number, why) in calls.items() if number > least}

@@ -19,7 +19,8 @@ from shardc.errors import ClusterError
 from shardc.launch.activity import Activity
 from shardc.launch.job import Job
 from shardc.launch.options import RunOptions
-from shardc.launch.output import Lines, Pump, Tail, Take, WithoutNoise, write_all
+from shardc.launch.output import Lines, LogFile, Pump, Tail, Take, WithoutNoise, write_all
+from shardc.runtime.status.flight import note_end
 
 _PIPE_BYTES: Final = 1 << 20
 """Size of the output pipe. A process that prints less goes on while its launcher is stopped."""
@@ -63,7 +64,10 @@ class ProcessHandle(Protocol):
         """
         ...
 
-    def kill(self) -> None: ...
+    def kill(self, why: str = "") -> None:
+        """Kill it. `why`: for its flight recorder, if it is the cause of what follows."""
+        ...
+
     def interrupt(self) -> None:
         """Interrupt it, as Ctrl-C does."""
         ...
@@ -97,7 +101,9 @@ class LocalProcess:
         self.number = number
         self._script, self._screens, self._events = options.script, screen, events
         self._screen: Shows | None = None
-        self._log = options.log_of(number)
+        self._log, self._flight = options.log_of(number), options.flight_of(number)
+        self._end: dict[str, Any] = {}
+        """Why this launcher has ended the process, if it has."""
         self._ended = threading.Event()
         self._ended.set()
         self._tail = Tail()
@@ -105,7 +111,7 @@ class LocalProcess:
         self._popen: subprocess.Popen[bytes] | None = None
         self._activity: Activity | None = None
         self._lock = threading.Lock()
-        self._file = -1
+        self._file: LogFile | None = None
 
     @property
     def is_here(self) -> bool:
@@ -124,7 +130,11 @@ class LocalProcess:
         self._tail = Tail()
         self._screen = None if job.config.me else self._screens
         self._open_log(job.start)
-        job = replace(job, log=str(self._log.absolute()) if self._log else "")
+        self._end = {}
+        private = f"{job.private}/process-{self.number}.flight" if job.private else ""
+        flight = str(self._flight.absolute()) if self._flight else private
+        log = str(self._log.absolute()) if self._log else ""
+        job = replace(job, log=log, config=replace(job.config, flight=flight))
         job_end, job_start = os.pipe()
         out, err = (self._channel(descriptor) for descriptor in (1, 2))
         try:
@@ -153,15 +163,14 @@ class LocalProcess:
         os.close(job_start)
         self._activity = Activity(self._popen.pid)
         name = f"shardc waits for process {self.number}"
-        threading.Thread(target=self._watch, args=(self._popen, job.start, guard), name=name, daemon=True).start()
+        threading.Thread(target=self._watch, args=(self._popen, job, guard), name=name, daemon=True).start()
 
     def _open_log(self, start: int) -> None:
         if self._log is None:
             return
-        if self._file < 0:
-            self._file = os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        self._file = self._file or LogFile(self._log)
         if start > 1:
-            write_all(self._file, f"== process {self.number}, start {start}\n".encode())
+            self._file(f"== process {self.number}, start {start}".encode())
 
     def _channel(self, descriptor: int) -> tuple[int, int]:
         """The two ends of a pipe, or of a pseudo-terminal if the output is shown in a terminal."""
@@ -178,22 +187,24 @@ class LocalProcess:
 
     def _takes(self, descriptor: int) -> list[Take]:
         takes: list[Take] = []
-        if self._file >= 0:
-            takes.append(Lines(lambda data: write_all(self._file, data)))
+        if self._file is not None:
+            takes.append(Lines(self._file))
         if descriptor == 2:
             takes.append(self._tail)
         if self._screen is not None:
             takes.append(WithoutNoise(self._screen.out if descriptor == 1 else self._screen.err))
         return takes
 
-    def _watch(self, popen: subprocess.Popen[bytes], start: int, guard: subprocess.Popen[bytes]) -> None:
+    def _watch(self, popen: subprocess.Popen[bytes], job: Job, guard: subprocess.Popen[bytes]) -> None:
         os.waitid(os.P_PID, popen.pid, os.WEXITED | os.WNOWAIT)
         with self._lock, guard:
             guard.kill()  # while the number of the process is its own
             self._kill_group(popen, signal.SIGKILL)  # what it has started ends with it
             code = popen.wait()
+        if job.config.flight:
+            note_end(job.config.flight, code=code, **self._end)
         self._ended.set()
-        self._events.put(("ended", self.number, start, code))
+        self._events.put(("ended", self.number, job.start, code))
 
     def _kill_group(self, popen: subprocess.Popen[bytes], number: int) -> None:
         with suppress(ProcessLookupError, PermissionError):
@@ -204,10 +215,12 @@ class LocalProcess:
             if self._popen is not None and self._popen.returncode is None:
                 self._kill_group(self._popen, number)
 
-    def kill(self) -> None:
+    def kill(self, why: str = "") -> None:
+        self._end = self._end or {"by": "its launcher", "why": why[:300]}
         self._signal(signal.SIGKILL)
 
     def interrupt(self) -> None:
+        self._end = self._end or {"by": "its launcher", "why": ""}
         self._signal(signal.SIGINT)
 
     def wait(self, seconds: float) -> bool:
@@ -227,6 +240,6 @@ class LocalProcess:
     def close(self) -> None:
         """Wait until all output of the ended process is shown."""
         self._drain()
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
+        if self._file is not None:
+            self._file.close()
+            self._file = None

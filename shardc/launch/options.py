@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +22,11 @@ class RunOptions:
     """How many the run may go on with; None: with no fewer."""
     islands: int = 1
     restarts: int = 0
+    window: float = math.inf
+    """Seconds within which restarts are counted."""
     log: Path | None = None
+    status: Path | None = None
+    metrics: str | None = None
     silence: float = 10.0
     deadline: float = 600.0
     grace: float = 25.0
@@ -33,26 +38,39 @@ class RunOptions:
     hosts: str | None = None
     host: int | None = None
     at: str | None = None
+    spares: int = 0
+    """Places at which nothing runs before another one is lost."""
 
     def log_of(self, process: int) -> Path | None:
         return self.log / f"process-{process}.log" if self.log else None
+
+    def flight_of(self, process: int) -> Path | None:
+        """The file of the flight recorder of a process."""
+        return self.log / f"process-{process}.flight" if self.log else None
 
     def job(self, processes: int, store: str, secret: bytes) -> Job:
         """The job of process 0 at its first start; the supervisor makes those of the others of it."""
         config = RunConfig(
             me=0, processes=processes, islands=self.islands, store=store, secret=secret, links="",
-            restarts=self.restarts, silence=self.silence, deadline=self.deadline, least=self.least or 0,
-            grace=self.grace, plain_data=self.plain_data, carrier=self.carrier or "",
+            restarts=self.restarts, window=self.window, silence=self.silence, deadline=self.deadline,
+            least=self.least or 0, grace=self.grace, plain_data=self.plain_data, carrier=self.carrier or "",
             judging=self.silence,  # by then a process has given a sign of life, or is lost
         )  # fmt: skip
         return Job(config)
 
-    def missing(self, processes: int) -> tuple[int, float]:
-        """How many of so many hosts a run can begin without, and how many seconds it waits for these."""
-        return processes - (self.least or processes), self.silence
+    def places(self, hosts: int) -> int:
+        """How many places so many hosts have: one each, if nothing else is said."""
+        return self.processes + self.spares if self.processes else hosts
+
+    def missing(self, places: int) -> tuple[int, float]:
+        """How many of so many places a run can begin without, and how many seconds it waits for these."""
+        return places - (self.least or places - self.spares), self.silence
 
     def check(self, processes: int) -> None:
         """Raise ClusterError for options that do not fit so many processes."""
+        if processes < 1:
+            places = processes + self.spares
+            raise ClusterError(f"--spares {self.spares}: of {places} places none is left to run a process.")
         if processes % self.islands:
             raise ClusterError(
                 f"{processes} process{'es' * (processes != 1)} cannot form {self.islands} islands of one size: "

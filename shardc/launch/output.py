@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import platform
 import re
 import select
 import sys
@@ -10,6 +12,9 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from io import TextIOWrapper
+from logging.handlers import RotatingFileHandler
+from pathlib import Path
 from typing import Final, TypeAlias
 
 Take: TypeAlias = Callable[[bytes], None]
@@ -86,6 +91,31 @@ class Lines:
             self._take(held)
 
 
+class LogFile(RotatingFileHandler):
+    """A file of lines, each with its time and this host. A full one becomes `NAME.log.1`, as a container's log does
+    under Kubernetes' kubelet: there are at most five of 10 MiB."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, maxBytes=10 << 20, backupCount=4, encoding="utf-8", errors="replace")
+        self.setFormatter(logging.Formatter(f"%(asctime)s {platform.node()} %(message)s"))
+        self._has_failed = False
+
+    def _open(self) -> TextIOWrapper:
+        file = os.open(self.baseFilename, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        return open(file, "a", encoding=self.encoding, errors=self.errors)
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Say it once: the run is worth more than its log."""
+        if not self._has_failed:
+            self._has_failed = True
+            super().handleError(record)
+
+    def __call__(self, data: bytes) -> None:
+        """Write whole lines."""
+        for line in data.decode(errors="replace").splitlines():
+            self.handle(logging.makeLogRecord({"msg": line}))
+
+
 class Tail:
     """The last bytes of an output."""
 
@@ -149,9 +179,14 @@ class Pump:
 
 
 class Screen:
-    """Standard output and error of the launcher, with a live line below if standard error is a terminal."""
+    """Standard output and error of the launcher, with a live line below if standard error is a terminal.
 
-    def __init__(self) -> None:
+    Args:
+      log: the file of what the launcher says itself.
+    """
+
+    def __init__(self, log: Path | None = None) -> None:
+        self._log = LogFile(log) if log else None
         self._lock = threading.RLock()
         self._line = ""
         self._shown = False
@@ -173,10 +208,16 @@ class Screen:
 
     def say(self, text: str) -> None:
         """Print lines of the launcher itself."""
+        if self._log is not None:
+            self._log(text.encode(errors="replace"))
         with self._lock:
             lead = b"" if self._at_start or not self.is_terminal(2) else b"\n"
             with suppress(OSError):
                 self._write(2, lead + text.encode(errors="replace") + b"\n")
+
+    def close(self) -> None:
+        if self._log is not None:
+            self._log.close()
 
     def live(self, line: str) -> None:
         """Replace the live line; an empty text removes it."""

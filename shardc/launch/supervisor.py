@@ -25,13 +25,15 @@ from typing import Any, Final, TypeAlias
 
 from shardc.errors import ClusterError, all_offenders, number_text
 from shardc.launch.activity import COMPUTES, STOPPED
-from shardc.launch.failure import Failure, Losses, failure_line, failure_of, failure_text, prefixed
-from shardc.launch.goodput import Goodput
+from shardc.launch.failure import DISAGREE, LOST, Failure, Losses, failure_line, failure_of, failure_text, prefixed
+from shardc.launch.health.figures import RunHealth
+from shardc.launch.health.publish import Publish
+from shardc.launch.health.status_line import status_text
 from shardc.launch.job import Job
 from shardc.launch.lateness import Lateness, LateProcesses, last_calls
 from shardc.launch.local_process import ProcessHandle
 from shardc.launch.output import Screen
-from shardc.launch.status_line import status_text
+from shardc.launch.restarts import RestartBudget
 from shardc.runtime.calls import processes_text
 from shardc.runtime.cluster import RUN, RunConfig
 from shardc.runtime.store import StoreServer
@@ -43,6 +45,8 @@ _INTERRUPT_GRACE: Final = 2.0
 _KILL_SECONDS: Final = 10.0
 _EARLIER: Final = 3.0
 """Seconds before the deadline at which a lost host is given up: its launcher tries to connect until then."""
+_SAY_AGAIN: Final = 60.0
+"""Seconds between two lines of progress where there is no terminal."""
 INTERRUPTED: Final = 130
 TERMINATED: Final = 143
 
@@ -94,11 +98,15 @@ class _WaitForHosts:
       cause: the loss that it mends.
       again: the processes to start.
       until: time at which the run goes on without these hosts, or ends.
+      begin: time at which the restart begins at the earliest.
+      is_for_hosts: whether a host was away.
     """
 
     cause: Failure
     again: set[int]
     until: float
+    begin: float
+    is_for_hosts: bool
 
 
 @dataclass
@@ -126,9 +134,10 @@ class Supervisor:
       job_of: completes the job of a process at a start in a place, by its number: links and log.
       server: the store; its reports come as events.
       events: what has happened.
+      publish: gets the figures of the run, about once a second.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  # a run, and who is told of it
         self,
         job: Job,
         handles: Sequence[ProcessHandle],
@@ -136,13 +145,16 @@ class Supervisor:
         job_of: Callable[[Job, int], Job],
         server: StoreServer,
         events: SimpleQueue[Event],
+        publish: Publish = lambda figures: None,
     ) -> None:
+        self._publish = publish
         self._job, self._screen, self._job_of, self._server, self._events = job, screen, job_of, server, events
         self._places = [_TakenPlace(handle) for handle in handles]
         self._members: list[_TakenPlace] = []
         """The place of each process."""
-        self._least = job.config.least or len(handles)
-        self._epoch, self._restarts = 0, job.config.restarts
+        self._least = job.config.least or job.config.processes
+        self._epoch = 0
+        self._budget = RestartBudget(job.config.restarts, job.config.window)
         self._leaving = False
         self._over_at: float | None = None
         """The time at which the remaining processes are killed."""
@@ -158,15 +170,15 @@ class Supervisor:
         self._saved: int | None = None
         """The step of the last checkpoint that is known to be complete."""
         self._lateness = Lateness(job.config.deadline)
-        self._looked = monotonic()
-        self._goodput = Goodput(self._looked)
+        self._looked = self._said = monotonic()
+        self._health = RunHealth(self._looked)
 
     # -- the loop
 
     def run(self) -> int:
         """Start all, watch, and return the exit code of the run."""
         try:
-            self._number(self._chosen() or self._places)
+            self._number(self._chosen() or self._places[: self._job.config.processes])
             self._start(range(len(self._members)))
             while not self._finished():
                 with suppress(Empty):
@@ -258,12 +270,17 @@ class Supervisor:
         islands = 1 if config.islands == 1 else processes // config.per_island
         return replace(config, processes=processes, islands=islands, epoch=self._epoch, restarts=self._restarts)
 
+    @property
+    def _restarts(self) -> int:
+        """How many restarts are left now."""
+        return self._budget.left(monotonic())
+
     def _chosen(self) -> list[_TakenPlace]:
         """The most places that the run can go on with now; none if they are too few. Islands stay whole."""
         there = [p for p in self._places if p.handle.is_here and not (p.unfit or p.leaves)]
         config = self._job.config
         size = 1 if config.islands == 1 else config.per_island
-        processes = len(there) // size * size
+        processes = min(len(there), config.processes) // size * size
         return there[:processes] if processes >= self._least else []
 
     def _number(self, places: Sequence[_TakenPlace]) -> None:
@@ -284,7 +301,9 @@ class Supervisor:
             self._go_on()
         elif place.process < 0 and not place.unfit and self._over_at is None and not self._leaving:
             self._newcomers.add(at)
-            self._screen.say(f"{_host(place)} is there; the run takes it at its next checkpoint")
+            is_spare = len(self._members) == self._job.config.processes
+            what = ", as a spare" if is_spare else "; the run takes it at its next checkpoint"
+            self._screen.say(f"{_host(place)} is there{what}")
 
     def _regroup(self, places: Sequence[_TakenPlace]) -> None:
         """Go on with these places from the last checkpoint: all processes start again."""
@@ -329,7 +348,7 @@ class Supervisor:
                 place.handle.start(self._job_of(job, place.handle.number))
             except (ClusterError, OSError) as error:
                 place.running = False
-                self._give_up([Failure(p, 1, f"it cannot be started: {error}", when=monotonic())])
+                self._give_up([Failure(p, LOST, f"it cannot be started: {error}", when=monotonic())])
 
     def _kill(self, places: Iterable[_TakenPlace]) -> None:
         """Kill the processes of places and wait for their ends."""
@@ -351,7 +370,7 @@ class Supervisor:
             self._ended_well(place, {})
             return
         failure = failure_of(place.process, code, place.report, monotonic())
-        self._lose(replace(failure, why=place.why) if place.why else failure)
+        self._lose(replace(failure, why=place.why, code=LOST) if place.why else failure)
 
     def _lose(self, failure: Failure) -> None:
         """Record the failure of a process. What follows is decided when its cause has had time to be reported."""
@@ -400,7 +419,7 @@ class Supervisor:
 
     def _replace(self, cause: Failure, failures: Sequence[Failure]) -> None:
         """Start lost processes again, while the others go on."""
-        self._restarts -= 1
+        self._budget.take(monotonic())
         lost = {f.process for f in failures}
         if not self._stop(cause, lost):
             return
@@ -435,19 +454,34 @@ class Supervisor:
     def _restart(self, cause: Failure, lost: set[int]) -> None:
         """Mend a loss: start again the lost processes, and all that cannot go on without them."""
         self._epoch += 1
-        self._restarts -= 1
+        pause = self._budget.take(monotonic())
         ended = {m.process for m in self._members if m.ended is not None}
         again = self._with_islands(lost | ended)
         if not self._stop(cause, again):
             return
-        if all(self._members[p].handle.is_here for p in again):
+        self._use_spares(again)
+        are_here, config = all(self._members[p].handle.is_here for p in again), self._job.config
+        if are_here and not pause:
             self._say_restart(cause, "started again")
             self._begin(again)
             return
-        config = self._job.config
         seconds = config.silence if self._least < len(self._places) else max(1.0, config.deadline - _EARLIER)
-        self._wait = _WaitForHosts(cause, again, monotonic() + seconds)
-        self._say_restart(cause, f"waiting up to {seconds:g} s for its host")
+        begin = monotonic() + pause
+        self._wait = _WaitForHosts(cause, again, begin + seconds, begin, not are_here)
+        what = f"started again in {pause:g} s" if are_here else f"waiting up to {seconds:g} s for its host"
+        self._say_restart(cause, what)
+
+    def _use_spares(self, processes: Iterable[int]) -> None:
+        """Let places at which nothing runs take those of processes whose hosts are away."""
+        for p in processes:
+            lost = self._members[p]
+            free = (s for s in self._places if s.process < 0 and s.handle.is_here and not (s.unfit or s.leaves))
+            if not lost.handle.is_here and (spare := next(free, None)) is not None:
+                self._screen.say(f"{_host(spare)} takes the place of {_host(lost)}")
+                spare.start = max(place.start for place in self._places)
+                spare.process, lost.process = p, -1
+                self._members[p] = spare
+                self._newcomers.discard(self._places.index(spare))
 
     def _catch_up(self, failure: Failure) -> None:
         """Start a process again that has not noticed the last restart. This is no loss of its own."""
@@ -475,18 +509,21 @@ class Supervisor:
         self._start(sorted(again))
 
     def _tell_epoch(self) -> None:
-        self._goodput.begin(self._epoch)
+        self._health.goodput.begin(self._epoch)
         self._server.notify_all({"event": "epoch", "epoch": self._epoch, "restarts": self._restarts}, newcomers=True)
 
     def _go_on(self) -> None:
         """Begin the restart that waits for hosts, if they are there; without them when they have not come in time."""
         wait = self._wait
         assert wait is not None
+        if monotonic() < wait.begin:
+            return
         absent = [p for p in sorted(wait.again) if not self._members[p].handle.is_here]
         if not absent:
             self._wait = None
             host, started = _host(self._members[wait.cause.process]), number_text(len(wait.again), "process")
-            self._screen.say(f"{host} is there; {started} started")
+            if wait.is_for_hosts:
+                self._screen.say(f"{host} is there; {started} started")
             if self._stop(wait.cause, wait.again):
                 self._begin(wait.again)
         elif monotonic() > wait.until:
@@ -501,8 +538,8 @@ class Supervisor:
 
     def _say_restart(self, failure: Failure, what: str) -> None:
         self._say_failure(failure)
-        left = f"{self._restarts} restarts are" if self._restarts != 1 else "1 restart is"
-        self._screen.say(f"process {failure.process} is lost ({failure.why}); {what}, {left} left")
+        left = self._budget.text(monotonic())
+        self._screen.say(f"process {failure.process} is lost ({failure.why}); {what}, {left}")
 
     def _give_up(self, failures: Sequence[Failure]) -> None:
         """End the run. Its processes have GRACE seconds to end by themselves."""
@@ -671,24 +708,30 @@ class Supervisor:
             for member in named:
                 self._condemn(member.process, f"it has not come for {deadline:g} s; {late.why}")
         else:
-            self._give_up([Failure(named[0].process, 1, late.why, f"DisagreementError: {late.why}\n", final=True)])
+            self._give_up(
+                [Failure(named[0].process, DISAGREE, late.why, f"DisagreementError: {late.why}\n", final=True)]
+            )
 
     def _condemn(self, p: int, why: str) -> None:
         place = self._members[p]
         if place.running and not place.killed and not place.why:
             place.why = why
-            place.handle.kill()
+            place.handle.kill(why)
 
     def _look_at_progress(self, now: float) -> None:
-        statuses = self._server.statuses()
-        self._screen.live(status_text(statuses))
-        with suppress(ValueError):  # an error in place of facts: the status line has it
-            said = json.loads(statuses.get(0) or "{}")
-            if "step" in said:
-                self._goodput.see(now, said["epoch"], said["step"])
-            if "saved" in said and said["epoch"] == self._epoch and said["saved"] != self._saved:
-                self._saved = said["saved"]
-                self._grow()
+        running = sum(p.running for p in self._places)
+        texts, ages = self._server.statuses(), self._server.ages()
+        heard = {p: (text, ages[p]) for p, text in texts.items() if p in ages}
+        figures, said = self._health.look(now, heard, self._epoch, running, self._budget.taken)
+        self._publish(figures)
+        line, first = status_text(figures, said), said.get(0, {})
+        self._screen.live(line)
+        if figures.step is not None and now - self._said >= _SAY_AGAIN and not self._screen.is_terminal(2):
+            self._said = now
+            self._screen.say(line)
+        if "saved" in first and first["epoch"] == self._epoch and first["saved"] != self._saved:
+            self._saved = first["saved"]
+            self._grow()
 
     def _grow(self) -> None:
         """Take hosts that have come: a checkpoint is complete, so that nothing is lost."""
@@ -705,7 +748,7 @@ class Supervisor:
 
     def _result(self) -> int:
         """Print the failures, the first one in full. Returns the exit code of the run."""
-        if text := self._goodput.text(monotonic()):
+        if text := self._health.goodput.text(monotonic()):
             self._screen.say(text)
         failures = sorted((self._with_tail(f) for f in self._failures), key=lambda f: f.order)
         if self._interrupted:

@@ -20,8 +20,8 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 
 from shardc import compat
 from shardc.errors import MeshError, did_you_mean
+from shardc.machine.devices import RemoteDevice, domain_of, process_of, processes_of
 from shardc.machine.devices import devices as devices_of_run
-from shardc.machine.devices import domain_of, process_of, processes_of
 from shardc.machine.puts import LINKS, carrier_between
 from shardc.machine.topology import (
     BETWEEN_PROCESSES,
@@ -29,6 +29,7 @@ from shardc.machine.topology import (
     AxisSpan,
     DeviceLink,
     Topology,
+    cut_spans,
     default_spans,
     lay_along,
     lay_out,
@@ -55,6 +56,8 @@ class MeshView:
     """The axis of a pipeline's ranks, if this is the mesh of one rank. It occurs in no placement."""
     avoids: frozenset[tuple[str, str]] = frozenset()
     """Kinds of steps, each over an axis, that a plan has only if it must: `shardc.sbp.cost.avoided_cost`."""
+    cuts: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    """The axes of the user's mesh that are cut in sub-axes, and the names of these, the outermost first."""
     sizes: Mapping[str, int] = field(init=False, compare=False, hash=False, repr=False)
     spans: Mapping[str, tuple[AxisSpan, ...]] = field(init=False, compare=False, hash=False, repr=False)
     """The spans of each axis."""
@@ -70,6 +73,52 @@ class MeshView:
     def size(self) -> int:
         return math.prod(n for _, n in self.axes)
 
+    def cut(self, counts: Mapping[str, Sequence[int]]) -> MeshView:
+        """This view with axes cut in sub-axes of so many devices, the outermost first: `data` in `data[0]`, ..."""
+        axes, cuts, layout = list[tuple[str, int]](), list[tuple[str, tuple[str, ...]]](), dict(self.spans)
+        for axis, n in self.axes:
+            names = tuple(f"{axis}[{k}]" for k in range(len(counts.get(axis, ()))))
+            axes += zip(names, counts[axis], strict=True) if names else [(axis, n)]
+            if names:
+                assert math.prod(counts[axis]) == n, (axis, counts)
+                cuts.append((axis, names))
+                layout |= zip(names, cut_spans(self.spans[axis], counts[axis]), strict=True)
+        parts = dict(cuts)
+        avoids = self.avoids | {(kind, name) for kind, a in self.avoids for name in parts.get(a, ())}
+        topology = replace(self.topology, layout=tuple(layout.items()))
+        return replace(self, axes=tuple(axes), topology=topology, avoids=avoids, cuts=tuple(cuts))
+
+    @property
+    def whole_axes(self) -> tuple[tuple[str, int], ...]:
+        """Names and sizes of the user's axes."""
+        whole = {names[0]: (axis, math.prod(self.sizes[a] for a in names)) for axis, names in self.cuts}
+        inner = {a for _, names in self.cuts for a in names[1:]}
+        return tuple(whole.get(a, (a, n)) for a, n in self.axes if a not in inner)
+
+    @property
+    def whole(self) -> MeshView:
+        """The view of the user's mesh, no axis of which is cut."""
+        return replace(self, axes=self.whole_axes, cuts=()) if self.cuts else self
+
+    def whole_names(self, axes: Iterable[str]) -> tuple[str, ...]:
+        """The user's axes that these are, or are sub-axes of."""
+        whole = {a: axis for axis, names in self.cuts for a in names}
+        return tuple(dict.fromkeys(whole.get(a, a) for a in axes))
+
+    def joined(self, axes: Sequence[str]) -> tuple[str, ...]:
+        """The axes of a collective, a whole axis in place of all of its sub-axes."""
+        found = list(axes)
+        for axis, names in self.cuts:
+            if set(names) <= set(found):
+                found[found.index(names[0])] = axis
+                found = [a for a in found if a not in names]
+        return tuple(found)
+
+    def spans_along(self, axes: Sequence[str]) -> tuple[AxisSpan, ...]:
+        """The spans of several axes; all sub-axes of one are that one."""
+        spans = dict(self.topology.layout) if self.cuts else self.spans
+        return tuple(s for a in self.joined(axes) for s in spans.get(a, ()))
+
     @property
     def idle(self) -> tuple[str, ...]:
         """The axes of one device: they place nothing, and occur in no placement of a plan."""
@@ -78,7 +127,7 @@ class MeshView:
     @property
     def link(self) -> DeviceLink:
         """The link to the next mesh along the axis that this mesh was cut at; for a whole mesh, between neighbours."""
-        cut = [a for a, _ in self.topology.layout if self.sizes.get(a, 1) == 1]
+        cut = [a for a, _ in self.topology.layout if self.sizes.get(a, 1) == 1 and a not in dict(self.cuts)]
         return self.topology.link_along(cut[0]) if cut else self.topology.link
 
     def where_start_is_shared(self, by: int) -> MeshView:
@@ -92,7 +141,7 @@ class MeshView:
         return n < self.size or n <= most or sum(self.sizes[a] > 1 for a in axes) == 1
 
     def __str__(self) -> str:
-        return ", ".join(f"{a}={n}" for a, n in self.axes) + f" on {self.topology.kind}"
+        return ", ".join(f"{a}={n}" for a, n in self.whole_axes) + f" on {self.topology.kind}"
 
 
 @lru_cache(maxsize=1024)
@@ -153,8 +202,8 @@ def make_mesh(
       hbm: memory of a device, as `"95GB"` or, from 10 kB on, in bytes; overrides the topology's, or that of known TPUs
         and GPUs. JAX has one mesh object for equal axes over the same devices: `calibration` and `hbm` of the last call
         hold for functions that are made after it.
-      devices: those of the mesh, in its order, as `jax.devices()[4:]`; neighbours lie along the last axis. By default
-        shardc chooses and orders them.
+      devices: those of the mesh, in its order, as `shardc.devices()[4:]`; neighbours lie along the last axis. By
+        default shardc chooses and orders them.
       **axes: name and size of each axis, outermost first. One size may be -1: as many devices as there are.
 
     Returns:
@@ -216,11 +265,11 @@ def _given_devices(devices: Iterable[Any], topology: str | None) -> list[Any]:
     """The devices that the user names."""
     if topology is not None:
         raise MeshError("topology= plans without devices, devices= names some that are there; give only one of them.")
-    fix = "write a list of JAX's devices, as devices=jax.devices()[:4]."
+    fix = "write a list of devices, as devices=shardc.devices()[:4]."
     if not isinstance(devices, Iterable):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise MeshError(f"devices={devices!r}: {fix}")
     found = list(np.asarray(list(devices), object).flat)
-    if wrong := [d for d in found if not isinstance(d, jax.Device)]:
+    if wrong := [d for d in found if not isinstance(d, jax.Device | RemoteDevice)]:
         raise MeshError(f"devices=: {wrong[0]!r} is no device; {fix}")
     if twice := [d for d, n in Counter(found).items() if n > 1]:
         raise MeshError(f"devices=: {twice[0]} is there {found.count(twice[0])} times; name each device once.")
@@ -498,6 +547,13 @@ def auto_mesh(mesh: AnyMesh) -> AnyMesh:
     if isinstance(mesh, Mesh):
         return Mesh(mesh.devices, mesh.axis_names, auto)
     return AbstractMesh(mesh.axis_sizes, mesh.axis_names, auto, abstract_device=mesh.abstract_device)
+
+
+def cut_mesh(mesh: Mesh, view: MeshView) -> Mesh:
+    """The mesh with the axes of a view, some of which may be sub-axes, over the devices of `mesh` in its order."""
+    if not view.cuts:
+        return mesh
+    return Mesh(mesh.devices.reshape([n for _, n in view.axes]), tuple(view.sizes), (AxisType.Auto,) * len(view.axes))
 
 
 def without_mesh() -> AbstractContextManager[Any]:

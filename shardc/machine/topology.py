@@ -532,6 +532,25 @@ def _span(machine: Topology, dim: int, count: int, stride: int) -> AxisSpan:
     return AxisSpan(fabric, dim, count, stride if fabric.kind == "torus" else 1, closed)
 
 
+def cut_spans(spans: Sequence[AxisSpan], counts: Sequence[int]) -> list[tuple[AxisSpan, ...]]:
+    """The spans of an axis that is cut into parts of `counts` devices, the outermost first. A part that is no grid lies
+    along the whole span."""
+    left, found = list(spans), list[tuple[AxisSpan, ...]]()
+    for n in reversed(counts):
+        part = list[AxisSpan]()
+        while n > 1 and left:
+            inner = left.pop(0)
+            here = math.gcd(n, inner.count)
+            if here < inner.count:
+                stride = inner.stride * (here if inner.fabric.kind == "torus" else 1)
+                left.insert(0, replace(inner, count=inner.count // here, stride=stride))
+                inner = replace(inner, count=here, closed=False)
+            part.append(replace(inner, count=n, closed=False) if here == 1 else inner)
+            n = 1 if here == 1 else n // here
+        found.insert(0, tuple(part))
+    return found
+
+
 def merged(spans: Iterable[AxisSpan]) -> tuple[AxisSpan, ...]:
     """The spans of several axes together; two spans end to end along one dimension become one."""
     found: list[AxisSpan] = []

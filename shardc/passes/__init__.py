@@ -208,11 +208,27 @@ PASSES: Final[tuple[Pass, ...]] = (
         runs="if cheaper",
     ),
     Pass(
+        "repeat_keys",
+        f"{_REWRITE}.repeat_keys",
+        "program, mesh",
+        "program",
+        "y = attention q[32 heads] k[4 heads] --> k' = repeat k; y = attention q k'[8 heads]",
+        runs="if cheaper",
+    ),
+    Pass(
         "share_loops",
         f"{_REWRITE}.share_loops",
         "program, pins, mesh",
         "program",
         "scan over 8 split rows --> shard_map: each device scans its own rows",
+        runs="if cheaper",
+    ),
+    Pass(
+        "exchange_rows",
+        f"{_REWRITE}.experts.exchange_rows",
+        "program, pins, mesh",
+        "program",
+        "y = x.at[i].set(ragged_dot(x[i], w, n)) --> y = cond fits (rows to their groups and back) (as before)",
         runs="if cheaper",
     ),
     Pass(
@@ -282,6 +298,14 @@ PASSES: Final[tuple[Pass, ...]] = (
         "y = f x; ...; z = g y --> y = f x; ...; z = g (f x)",
         of="one program",
         function="recompute_again",
+    ),
+    Pass(
+        "cut_axes",
+        "shardc.passes.place.cut_axes",
+        "a plan",
+        "a mesh with sub-axes",
+        "reshape f32[64] --> f32[4,16] on data=8 --> the same on data[0]=4, data[1]=2",
+        of="one program",
     ),
     Pass(
         "insert_boxing",

@@ -179,6 +179,16 @@ class MpmdPlan:
         """Placements of the results; of one in pieces that of the first piece."""
         return _of_first(self.out_borders, self.pieces.outputs)
 
+    @property
+    def whole_inputs(self) -> tuple[Placement, ...]:
+        """`inputs`: no stage has axes that are cut."""
+        return self.inputs
+
+    @property
+    def whole_outputs(self) -> tuple[Placement, ...]:
+        """`outputs`."""
+        return self.outputs
+
     @cached_property
     def _stage_collectives(self) -> list[tuple[int, Collective]]:
         """The collectives in the order of the stages, each with its stage; over all executions in one call."""

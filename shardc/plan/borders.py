@@ -13,6 +13,7 @@ from shardc.ir.program import Program
 from shardc.machine.mesh import MeshView
 from shardc.passes.estimate.backend import backend_of
 from shardc.passes.estimate.sizes import piece_bytes
+from shardc.passes.place.alike_dims import drop_alike_dims
 from shardc.passes.place.problem import Problem, Requirement, build_problem
 from shardc.plan.request import Argument, Request
 from shardc.sbp.placement import Pin, Placement, is_even
@@ -51,6 +52,11 @@ class Border:
     def bytes(self) -> int:
         """Bytes that each device allocates."""
         return piece_bytes(self.aval, self.placement, self.mesh.sizes, backend_of(self.mesh.topology.backend))
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether its placement, or a part of it, was known before planning."""
+        return self.known.pin is not None or self.known.arrival is not None
 
     @property
     def is_padded(self) -> bool:
@@ -93,4 +99,6 @@ def problem_of(request: Request, ties: Sequence[int | None]) -> Problem:
         others = [replace(a, donated=i not in ties and not a.moves) for i, a in enumerate(request.arguments)]
         back = match_donated(program, others)
     outputs = [Requirement(*asked) for asked in zip(request.results, ties, back, strict=True)]
-    return build_problem(request.entered, inputs, outputs, program.in_paths, program.out_paths, request.mesh.idle)
+    mesh, paths = request.mesh, (program.in_paths, program.out_paths)
+    problem = build_problem(request.entered, inputs, outputs, *paths, mesh)
+    return drop_alike_dims(problem, len(mesh.axes) - len(mesh.idle))

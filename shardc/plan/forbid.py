@@ -69,8 +69,8 @@ def forbid_text(forbidden: Forbidden) -> str:
 
 
 def is_forbidden(forbidden: Forbidden, kind: str, axes: Collection[str]) -> bool:
-    """Whether a collective over these axes may not run. One that is none of shardc's kinds may run over no axis that
-    anything is forbidden on."""
+    """Whether a collective over these axes of the user's mesh may not run. One that is none of shardc's kinds may run
+    over no axis that anything is forbidden on."""
     known = kind in COLLECTIVES
     return any(axis in axes and (kind == other or not known) for other, axis in forbidden)
 

@@ -13,6 +13,7 @@ from shardc.ir.program import Program
 from shardc.machine.mesh import MeshView
 from shardc.passes import passes_that_run, run
 from shardc.passes.estimate.backend import Backend, backend_of
+from shardc.passes.place.cut_axes import cut_axes
 from shardc.passes.place.insert_boxing import insert_boxing
 from shardc.passes.place.memory_limit import LimitResult, LimitSearch, Trial
 from shardc.passes.place.place import Placed, Placer
@@ -30,6 +31,8 @@ from shardc.solver.within_limit import BUDGET, GOOD_ENOUGH, CheapestThatFits
 
 RESIDUALS: Final = "recompute_residuals"
 """The pass that is tried and left out."""
+CUT: Final = "cut_axes"
+"""The pass that is tried on the best plan."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,6 +57,7 @@ class DoesNotFit:
 def make_plan(request: Request) -> SpmdPlan | DoesNotFit:
     """The cheapest plan that was found within the request's limit, of the program and of what rewrites make of it."""
     compared = _or_with_residuals_kept(compare(request, _plan_as_written, lambda p: _cost(p)[0], _is_cheaper))
+    compared = _or_with_axes_cut(compared)
     best, trials = compared.best, compared.trials
     if isinstance(best, DoesNotFit):
         return best
@@ -76,6 +80,22 @@ def _or_with_residuals_kept(compared: Compared[SpmdPlan | DoesNotFit]) -> Compar
     better = _is_cheaper(kept, best)
     trial = RewriteTrial(RESIDUALS, best.seconds, _cost(kept)[0], taken=not better)
     return Compared(request, kept if better else best, (*compared.found, kept), (*compared.trials, trial))
+
+
+def _or_with_axes_cut(compared: Compared[SpmdPlan | DoesNotFit]) -> Compared[SpmdPlan | DoesNotFit]:
+    """The comparison with the plan on a mesh with axes cut in sub-axes, if reshapes of the best one ask for them."""
+    best = compared.best
+    if isinstance(best, DoesNotFit):
+        return compared
+    pinned = [(b.placement, b.aval.shape) for b in (*best.in_borders, *best.out_borders) if b.is_fixed]
+    if not (counts := cut_axes(best.boxed, best.mesh, best.collectives, pinned)):
+        return compared
+    request = replace(compared.request, mesh=compared.request.mesh.cut(counts))
+    cut = _plan_as_written(request, keeps=best.recomputed_for_speed is None)
+    better = _is_cheaper(cut, best)
+    trial = RewriteTrial(CUT, _cost(cut)[0], best.seconds, taken=better)
+    found, trials = (*compared.found, cut), (*compared.trials, trial)
+    return Compared(request, cut, found, trials) if better else Compared(compared.request, best, found, trials)
 
 
 def _is_cheaper(found: SpmdPlan | DoesNotFit, other: SpmdPlan | DoesNotFit) -> bool:
@@ -280,12 +300,9 @@ class _Fitting:
                 wanted = math.inf
 
 
-ROUNDS: Final = 2
-"""Searches with tables that count what overlaps, at most. A program that computes something again gets one."""
-
-
 LEAST_MOVING: Final = 1e-4
-"""Seconds of collectives for which such a search is worth its time: fewer are within the uncertainty of latencies."""
+"""Seconds of collectives for which a search with tables that count what overlaps is worth its time: fewer are within
+the uncertainty of latencies."""
 LEAST_SHARE: Final = 0.01
 """Their share of a call."""
 
@@ -352,22 +369,17 @@ class _PlanSearch:
     def _fastest(self) -> tuple[Assignment, SpmdPlan]:
         """The choices and the plan that take the fewest seconds: those of the least cost as if nothing overlapped, or
         those of a search that knows what overlaps beside the choices before it."""
-        found = self._least_cost
-        best = found, self._plan_of_choices(found)
-        if not self.mesh.topology.most_hidden:
-            return best
-        cost = AssignmentCost(self.placer.tables.unary, self.placer.tables.pairwise).cost
-        for _ in range(ROUNDS if self.bound == math.inf else 1):
-            if best[1].time.moving < max(LEAST_MOVING, LEAST_SHARE * best[1].seconds):
-                break
-            values = self.placer.overlapping(found).best(proved=False).values
-            if values == found.values:
-                break
-            found = replace(found, values=values, cost=cost(values))
-            plan = self._plan_of_choices(found)
-            if _priced(plan) < _priced(best[1]) * (1 - ROUNDING):
-                best = found, plan
-        return best
+        least, tables = self._least_cost, self.placer.tables
+        plan = self._plan_of_choices(least)
+        much = max(LEAST_MOVING, LEAST_SHARE * plan.seconds)
+        if not self.mesh.topology.most_hidden or plan.time.moving < much:
+            return least, plan
+        values = self.placer.overlapping(least).near(least.values)
+        if values == least.values:
+            return least, plan
+        found = replace(least, values=values, cost=AssignmentCost(tables.unary, tables.pairwise).cost(values))
+        other = self._plan_of_choices(found)
+        return (found, other) if _priced(other) < _priced(plan) * (1 - ROUNDING) else (least, plan)
 
     def _plan_of_choices(self, found: Assignment) -> SpmdPlan:
         placed = self.placer.placed(found)

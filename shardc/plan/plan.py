@@ -29,6 +29,7 @@ from shardc.plan.rewrites import RewriteTrial
 from shardc.sbp.cost import launch_seconds
 from shardc.sbp.placement import Placement
 from shardc.sbp.signature import has_rule
+from shardc.sbp.sub_axes import in_whole_axes
 
 T = TypeVar("T")
 
@@ -114,6 +115,16 @@ class PlacedProgram:
     outputs: tuple[Placement, ...]
     ties: tuple[int | None, ...]
 
+    @property
+    def whole_inputs(self) -> tuple[Placement, ...]:
+        """The placements of the arguments on the user's mesh."""
+        return tuple(in_whole_axes(p, self.mesh) for p in self.inputs)
+
+    @property
+    def whole_outputs(self) -> tuple[Placement, ...]:
+        """The placements of the results on the user's mesh."""
+        return tuple(in_whole_axes(p, self.mesh) for p in self.outputs)
+
     @cached_property
     def cost(self) -> PlanCost:
         """Collectives and seconds, read off the boxed program."""
@@ -158,8 +169,13 @@ class PlacedProgram:
 
     @cached_property
     def bytes_per_device(self) -> float:
-        """Bytes that each device sends in one call; nan if a part is unknown."""
-        return sum(c.bytes for c in self.collectives)
+        """Bytes that each device sends in one call if the branches run that are expected to; nan if one is unknown."""
+        return sum(c.bytes for c in self.collectives if c.branch != "other")
+
+    @property
+    def worst_bytes_per_device(self) -> float:
+        """The same if none of these branches runs, as where sorted rows do not fit their exchange."""
+        return sum(c.bytes for c in self.collectives if c.branch != "expected")
 
     @cached_property
     def memory(self) -> Memory:
@@ -257,24 +273,26 @@ class SpmdPlan(PlacedProgram):
 
     @property
     def in_borders(self) -> list[Border]:
-        values = zip(self.program.in_paths, self.program.in_avals, self.inputs, self.request.arguments, strict=True)
+        places, mesh = self.whole_inputs, self.mesh.whole
+        values = zip(self.program.in_paths, self.program.in_avals, places, self.request.arguments, strict=True)
         return [
-            Border(path, aval, placement, known, self.mesh, on_host=i in self.host_inputs)
+            Border(path, aval, placement, known, mesh, on_host=i in self.host_inputs)
             for i, (path, aval, placement, known) in enumerate(values)
         ]
 
     @property
     def out_borders(self) -> list[Border]:
         program, pins = self.program, self.request.results
-        values = zip(program.out_paths, program.out_avals, self.outputs, pins, self.ties, strict=True)
+        places, mesh = self.whole_outputs, self.mesh.whole
+        values = zip(program.out_paths, program.out_avals, places, pins, self.ties, strict=True)
         return [
             Border(
                 path,
                 aval,
                 at,
                 Argument(pin),
-                self.mesh,
-                reuses=tie is not None and self.inputs[tie] == at,
+                mesh,
+                reuses=tie is not None and self.whole_inputs[tie] == at,
                 on_host=k in self.host_outputs,
             )
             for k, (path, aval, at, pin, tie) in enumerate(values)

@@ -29,6 +29,7 @@ from shardc.plan.request import Argument, Request
 from shardc.plan.rows import Row, operation_text, placement_word, ports_in, rows_before_placing
 from shardc.plan.saved_plan import SavedLeaf, SavedPlan
 from shardc.sbp.placement import Pin, Placement
+from shardc.sbp.sub_axes import in_sub_axes, keeps_pieces
 
 MOST = 4
 """Operations that an error names, of each sort."""
@@ -51,6 +52,7 @@ def replay(saved: SavedPlan, request: Request) -> SpmdPlan:
         )
     program = as_saved(request.program, context, saved)
     wrong = _differences(saved, program, mesh) + _pins_not_kept(saved, program, request)
+    mesh = mesh if wrong else _cut(saved, mesh, program)
     if wrong:
         raise ArgumentError(
             all_offenders(f"{where}; leave plan= out to plan it anew, and save that with plan.save(...):", wrong)
@@ -60,12 +62,12 @@ def replay(saved: SavedPlan, request: Request) -> SpmdPlan:
     pinned = [replace(a, pin=Pin(p.placement, said=saved.name)) for a, p in zip(arguments, leaves, strict=True)]
     ends = [Pin(leaf.placement, said=saved.name) for leaf in saved.results.values()]
     ties = match_donated(program, pinned)
-    asked = replace(request, program=program, arguments=tuple(pinned), results=tuple(ends))
+    asked = replace(request, program=program, mesh=mesh, arguments=tuple(pinned), results=tuple(ends))
     boxed = _boxed(saved, asked, problem_of(asked, ties))
     backend = backend_of(mesh.topology.backend)
     plan = SpmdPlan(
         program, mesh, boxed, tuple(boxed.placements[v] for v in boxed.jaxpr.invars),
-        tuple(p.placement for p in ends), tuple(ties), request=asked, gap=saved.gap,
+        tuple(in_sub_axes(p.placement, mesh) for p in ends), tuple(ties), request=asked, gap=saved.gap,
         recomputed=recomputed(boxed, mesh, backend, program.to_fit),
         recomputed_for_speed=recomputed(boxed, mesh, backend, program.for_speed),
     )  # fmt: skip
@@ -73,6 +75,28 @@ def replay(saved: SavedPlan, request: Request) -> SpmdPlan:
     if math.isclose(plan.seconds, saved.seconds, rel_tol=1e-9):
         return plan
     return replace(plan, gap=None)  # by another cost model, or from elsewhere, it may be as good: nothing is proved
+
+
+def _cut(saved: SavedPlan, mesh: MeshView, program: Program) -> MeshView:
+    """The mesh with the sub-axes of the plan.
+
+    Raises:
+      ArgumentError: the file was changed so that it is no plan.
+    """
+    if not saved.cuts:
+        return mesh
+    known = all(axis in mesh.sizes and math.prod(n) == mesh.sizes[axis] for axis, n in saved.cuts.items())
+    cut = mesh.cut(saved.cuts) if known else mesh
+    avals = [*program.in_avals, *program.out_avals]
+    leaves = zip([*saved.arguments.values(), *saved.captured, *saved.results.values()], avals, strict=True)
+    if not known or not all(
+        _is_possible(leaf.placement, len(aval.shape), mesh) and keeps_pieces(leaf.placement, aval.shape, cut)
+        for leaf, aval in leaves
+    ):
+        raise ArgumentError(
+            f"{saved.name} was changed so that it is no plan: axes cannot be cut as {dict(saved.cuts)}."
+        )
+    return cut
 
 
 def _differences(saved: SavedPlan, program: Program, mesh: MeshView) -> list[str]:
@@ -167,12 +191,12 @@ def _boxed(saved: SavedPlan, asked: Request, problem: Problem) -> Boxed:
     wrong, jaxpr = f"{saved.name} was changed so that it is no plan:", problem.scope.jaxpr
     leaves = [*saved.arguments.values(), *saved.captured]
     ends = zip([*leaves, *saved.results.values()], [*asked.program.in_avals, *asked.program.out_avals], strict=True)
-    words = [placement_word(p) for (_, p), aval in ends if not _is_possible(p, len(aval.shape), asked.mesh)]
+    words = [placement_word(p) for (_, p), aval in ends if not _is_possible(p, len(aval.shape), asked.mesh.whole)]
     if words:
         raise ArgumentError(f"{wrong} an argument or result cannot be at {', '.join(words)}.")
-    pins = [leaf.placement for leaf in leaves]
+    pins = [in_sub_axes(leaf.placement, asked.mesh) for leaf in leaves]
     ways = [
-        (a.arrival, p) if a.arrival is not None and a.moves else (p,)
+        (in_sub_axes(a.arrival, asked.mesh), p) if a.arrival is not None and a.moves else (p,)
         for a, p in zip(asked.arguments, pins, strict=True)
     ]
     moved = zip(jaxpr.eqns, [way for way in ways if len(way) > 1], strict=False)

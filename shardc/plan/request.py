@@ -94,7 +94,8 @@ class ArgumentsTree:
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """A request for the plan of one program. Its pins lose the mesh's idle axes.
+    """A request for the plan of one program. Its pins lose the mesh's idle axes; they name the user's axes, also where
+    the mesh has sub-axes of them.
 
     Attributes:
       program: what is to be placed.

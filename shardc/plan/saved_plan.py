@@ -1,13 +1,16 @@
 """A plan as JSON: where every value lives and what is boxed, by the paths of arguments and the order of operations.
 
 It holds nothing of how the plan was found, so that any version of the planner can lower it (`shardc.plan.replay`).
+`Compiled.save` puts it into an archive, with the code that XLA made of it.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import zipfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, lru_cache, partial
 from os import PathLike, fspath
 from pathlib import Path
@@ -25,6 +28,7 @@ from shardc.plan.plan import SpmdPlan
 from shardc.plan.rewrites import rewrites_of
 from shardc.plan.rows import Row, placement_word, rows_of
 from shardc.sbp.placement import REPLICATED, Placement
+from shardc.sbp.sub_axes import in_whole_axes
 from shardc.typed_json import parsed, typed
 
 FORMAT: Final = 2
@@ -36,6 +40,21 @@ class SavedLeaf(NamedTuple):
 
     type: str
     placement: Placement
+
+
+@dataclass(frozen=True)
+class MachineCode:
+    """The code that XLA made of a plan.
+
+    Attributes:
+      facts: what has to be equal where it is loaded, by name: the program, releases, the machine.
+      options: those of XLA that it was compiled with.
+      binary: JAX's serialized executable, which has pickles in it.
+    """
+
+    facts: Mapping[str, str]
+    options: Mapping[str, str]
+    binary: bytes = field(repr=False)
 
 
 @dataclass(frozen=True)
@@ -61,6 +80,8 @@ class SavedPlan:
       rows: of the operations (`shardc.plan.rows`); None if the borders alone were saved, as of a pipeline.
       name: the file's, or the function's.
       offloaded: the values that live on the host (`Offloaded.names`).
+      cuts: the devices of the sub-axes of each axis that is cut, `{"data": [4, 2]}`; rows name these.
+      code: what XLA made of it, if it was saved too.
     """
 
     function: str
@@ -80,6 +101,8 @@ class SavedPlan:
     rows: Sequence[Row] | None
     name: str
     offloaded: Sequence[str] = ()
+    cuts: Mapping[str, Sequence[int]] = field(default_factory=dict[str, "Sequence[int]"])
+    code: MachineCode | None = None
 
     @cached_property
     def in_placements(self) -> dict[str, Any]:
@@ -100,7 +123,8 @@ class SavedPlan:
         axes = ", ".join(f"{a}={n}" for a, n in self.mesh.items())
         count = None if self.rows is None else sum(row.is_operation for row in self.rows)
         what = "borders alone" if count is None else f"{count} operations"
-        return f"SavedPlan({self.name}: {self.function} on {axes}, {len(self.arguments)} arguments, {what})"
+        code = "" if self.code is None else ", compiled"
+        return f"SavedPlan({self.name}: {self.function} on {axes}, {len(self.arguments)} arguments, {what}{code})"
 
 
 def record(plan: SpmdPlan) -> SavedPlan:
@@ -108,14 +132,17 @@ def record(plan: SpmdPlan) -> SavedPlan:
     jaxpr, placements = plan.all_on_device.jaxpr, plan.all_on_device.placements
     entries = [e for e in jaxpr.eqns if e.primitive is constrain_p][: sum(a.moves for a in plan.arguments)]
     entered = zip((i for i, a in enumerate(plan.arguments) if a.moves), entries, strict=True)
+    mesh = plan.mesh
     inputs = dict(enumerate(plan.inputs)) | {i: placements[e.outvars[0]] for i, e in entered}
-    borders = record_borders(plan.program, plan.mesh, list(inputs.values()), plan.outputs, plan.seconds, plan.gap)
+    whole = [in_whole_axes(p, mesh) for p in inputs.values()]
+    borders = record_borders(plan.program, mesh, whole, plan.whole_outputs, plan.seconds, plan.gap)
     pins = zip(borders.arguments, plan.arguments, strict=False)
     return replace(
         borders, pinned=tuple(path for path, a in pins if a.pin is not None) if borders.rewrites else (),
         recomputed=plan.recomputed.names if plan.recomputed else (),
         recomputed_for_speed=plan.recomputed_for_speed.names if plan.recomputed_for_speed else (),
         offloaded=plan.offloaded.names if plan.offloaded else (),
+        cuts={axis: tuple(mesh.sizes[a] for a in names) for axis, names in mesh.cuts},
         rows=tuple(rows_of(jaxpr.eqns, jaxpr.outvars, placements)[len(entries) :]),
     )  # fmt: skip
 
@@ -129,7 +156,7 @@ def record_borders(
     results = [SavedLeaf(short_aval(a), p) for a, p in zip(program.out_avals, outputs, strict=True)]
     given = len(leaves) - len(program.captured)
     return SavedPlan(
-        program.name, dict(mesh.sizes), seconds, gap,
+        program.name, dict(mesh.whole_axes), seconds, gap,
         dict(zip(program.in_paths[:given], leaves[:given], strict=True)), tuple(leaves[given:]),
         dict(zip(program.out_paths, results, strict=True)), digests(program.jaxpr), (), (), rewrites_of(program), (),
         program.shared, program.scans, None, program.name,
@@ -143,9 +170,10 @@ _text: Final = partial(json.dumps, ensure_ascii=False, default=placement_word)
 
 def to_json(saved: SavedPlan) -> str:
     """The text of a file: the attributes in their order, a leaf or an operation to a line."""
-    data = {f.name: getattr(saved, f.name) for f in fields(saved) if f.name != "name"}
-    if not saved.offloaded:
-        del data["offloaded"]  # files of plans without them are as they always were
+    data = {f.name: getattr(saved, f.name) for f in fields(saved) if f.name not in ("name", "code")}
+    for name in ("offloaded", "cuts"):
+        if not data[name]:
+            del data[name]  # files of plans without them are as they always were
     return "{\n" + ",\n".join(f' "{k}": {_lines(v)}' for k, v in {"shardc plan": FORMAT, **data}.items()) + "\n}\n"
 
 
@@ -170,8 +198,9 @@ def from_json(text: str, name: str) -> SavedPlan:
             raise ValueError('it has no "shardc plan"')
         made = data.pop("shardc plan")
         if made == FORMAT:
-            data = {"offloaded": [], "recomputed_for_speed": data.pop("cheaper", []), **data}  # its name was `cheaper`
-            return typed(SavedPlan, {**data, "name": name}, {Placement: _placement})
+            cheaper = data.pop("cheaper", [])  # the name that `recomputed_for_speed` had
+            data = {"offloaded": [], "cuts": {}, "recomputed_for_speed": cheaper, **data}
+            return typed(SavedPlan, {**data, "name": name, "code": None}, {Placement: _placement})
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         why = f"it has no {error}" if isinstance(error, KeyError) else error
         wrong = f"{name} is no plan that shardc saved, or was changed so that it is none: {str(why).rstrip('.')}."
@@ -187,9 +216,43 @@ def _placement(word: str) -> Placement:
     return REPLICATED if word == "B" else Placement.parse(word)
 
 
+_PLAN, _ABOUT, _CODE = "plan.json", "compiled.json", "compiled.bin"
+"""The members of an archive."""
+
+
+def write_compiled(saved: SavedPlan, code: MachineCode, path: str | PathLike[str]) -> None:
+    """Writes a plan and its code as one archive; one that another process is to read is there whole or not at all."""
+    own = f"{fspath(path)}.{os.getpid()}"
+    try:
+        with zipfile.ZipFile(own, "w", zipfile.ZIP_DEFLATED) as archive:
+            archive.writestr(_PLAN, to_json(saved))
+            archive.writestr(_ABOUT, json.dumps({"facts": code.facts, "options": code.options}, indent=1))
+            archive.writestr(_CODE, code.binary)
+        os.replace(own, path)
+    finally:
+        Path(own).unlink(missing_ok=True)
+
+
+def _read_compiled(path: str | PathLike[str], name: str) -> SavedPlan:
+    """The inverse of `write_compiled`.
+
+    Raises:
+      ArgumentError: it is another archive.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            plan, about, binary = (archive.read(member) for member in (_PLAN, _ABOUT, _CODE))
+        said = parsed(about.decode())
+        facts, options = (typed(Mapping[str, str], said[part]) for part in ("facts", "options"))
+        code = MachineCode(facts, options, binary)
+    except (KeyError, TypeError, ValueError, zipfile.BadZipFile) as error:
+        raise ArgumentError(f"{name} is no compiled program that shardc saved, or was changed: {error}.") from error
+    return replace(from_json(plan.decode(), name), code=code)
+
+
 @compat.api_boundary
 def load_plan(path: str | PathLike[str]) -> SavedPlan:
-    """Reads a plan that `plan.save(path)` wrote.
+    """Reads a plan that `plan.save(path)` or `compiled.save(path)` wrote.
 
     It goes to `shardc.function(plan=...)`, which lowers it as it was, without a search; or its `in_placements` and
     `out_placements` go to the arguments of these names, which pins the borders and leaves the rest to the planner.
@@ -200,6 +263,8 @@ def load_plan(path: str | PathLike[str]) -> SavedPlan:
     if not isinstance(path, str | PathLike):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ArgumentError(f"{path!r} is no saved plan; write plan.save('plan.json'), and plan='plan.json'.")
     try:
+        if zipfile.is_zipfile(path):
+            return _read_compiled(path, Path(path).name)
         text = Path(path).read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ArgumentError(f"{fspath(path)} cannot be read as a plan: {error}.") from error

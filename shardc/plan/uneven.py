@@ -20,7 +20,7 @@ from shardc.sbp.placement import is_even
 LARGE: Final = 10**6
 """Bytes that a device sends in one call, up to which nothing is looked for."""
 WORTH: Final = 0.2
-"""The part of the time that uneven results have to save."""
+"""The part of the time that uneven results have to save, if they do not save most of the bytes."""
 
 
 def uneven_results(plan: SpmdPlan) -> UnevenResults | None:
@@ -47,9 +47,11 @@ def uneven_results(plan: SpmdPlan) -> UnevenResults | None:
     other = replace(plan, boxed=boxed, inputs=inputs, outputs=outputs)
     limit = plan.request.limit
     fits = limit is None or other.memory.peak <= limit
-    if not pins or not fits or other.seconds > (1 - WORTH) * plan.seconds:
+    before, after = known_bytes(plan.collectives), known_bytes(other.collectives)
+    most = 1.0 if 2 * after < before else 1 - WORTH
+    if not pins or not fits or other.seconds > most * plan.seconds:
         return None
-    return UnevenResults(pins, other.seconds, known_bytes(other.collectives))
+    return UnevenResults(pins, other.seconds, after)
 
 
 def _may_be_uneven(n: Node, mesh: MeshView) -> bool:

@@ -70,7 +70,7 @@ def _of_file(leaves: Mapping[str, SavedLeaf]) -> _Leaves:
 
 
 def _name(plan: PlanView) -> str:
-    return f"{plan.program.name} on " + " x ".join(f"{a}={n}" for a, n in plan.mesh.axes)
+    return f"{plan.program.name} on " + " x ".join(f"{a}={n}" for a, n in plan.mesh.whole_axes)
 
 
 def _numbers(plan: PlanView) -> tuple[float, float, float, float]:

@@ -103,18 +103,26 @@ def sections_of(plan: PlanView, width: int | None = None) -> list[Section]:
 
 
 def _cost_words(plan: PlanView) -> list[str]:
-    """The proof of a plan of one program."""
+    """The words of a plan of one program alone: its sub-axes, and its proof."""
     if isinstance(plan, MpmdPlan):
         return []
     text = compared_text(plan)
-    return [f"{BOUND} {text[0].upper()}{text[1:]}."]
+    return [*_cut_words(plan), f"{BOUND} {text[0].upper()}{text[1:]}."]
+
+
+def _cut_words(plan: SpmdPlan) -> Iterator[str]:
+    """A line about axes that are cut in sub-axes."""
+    sizes = plan.mesh.sizes
+    cuts = [f"{axis} is {' x '.join(f'{a}={sizes[a]}' for a in names)}" for axis, names in plan.mesh.cuts]
+    if cuts:
+        yield f"Axes in parts (sub-axes), the outermost first: {'; '.join(cuts)}; an axis stands for all its parts."
 
 
 # -- head
 
 
 def _head(plan: PlanView, own: OwnSections) -> Section:
-    axes = " | ".join(" x ".join(f"{a}={n}" for a, n in mesh.axes) for mesh in own.meshes)
+    axes = " | ".join(" x ".join(f"{a}={n}" for a, n in mesh.whole_axes) for mesh in own.meshes)
     first = f"{plan.program.name} on {axes}: {devices_text(plan.mesh.topology, sum(m.size for m in own.meshes))}"
     return Section("\n".join([first, *own.head, *_loops(plan), *own.rewrites, *_scans(plan)]))
 
@@ -165,12 +173,16 @@ def _program_sections(plan: SpmdPlan) -> OwnSections:
 
 def _sent_text(plan: SpmdPlan) -> str:
     """The bytes that each device sends in a call, and the operations that may send more."""
-    known = [c for _, c in plan.moves if c.is_known]
+    known = [c for _, c in plan.moves if c.is_known and c.branch != "other"]
     unknown = unknown_among(c for _, c in plan.moves)
     runs = sum(c.count for c in known)
     times = f", which run {runs} times" if runs != len(known) else ""
     most = "at most " * any(c.at_most for c in known)
     sent = f"{most}{bytes_text(known_bytes(known))} a call in {number_text(len(known), 'collective')}{times}"
+    if any(c.branch for _, c in plan.moves) and not unknown:
+        other = [c for _, c in plan.moves if c.branch != "expected"]
+        most = f"{bytes_text(plan.worst_bytes_per_device)} in {number_text(len(other), 'collective')}"
+        return f"Each device sends {sent} if sorted rows fit their exchange, else {most}"
     if unknown:
         besides = f"Each device sends {sent}, and" if known else "Each device sends"
         return f"{besides} an unknown number of bytes in {', '.join(unknown)}, of which shardc does not know what moves"
@@ -278,6 +290,10 @@ def why_placed(border: Border) -> str:
 # -- what moves
 
 
+_WHEN: Final = {"": "", "expected": "rows fit", "other": "not"}
+"""When a collective runs, by its branch: only exchanges of sorted rows have expected branches."""
+
+
 def _moves(plan: PlanView) -> Section:
     """A table of the collectives. Stages with equal ones share a row."""
     staged = isinstance(plan, MpmdPlan)
@@ -286,10 +302,13 @@ def _moves(plan: PlanView) -> Section:
         return Section(f"{title}: none")
 
     def key_of(c: Collective) -> Key:
-        return c.kind, ", ".join(c.axes), c.value, placement_text(c.src), placement_text(c.dst), c.one_round, c.at_most
+        ends = placement_text(c.src), placement_text(c.dst)
+        return c.kind, ", ".join(c.axes), c.value, *ends, c.one_round, c.at_most, c.branch
 
     rows: list[Sequence[str]] = []
-    for (*key, one_round, at_most), _, found in fold_rows((key_of(c), c.source, (stage, c)) for stage, c in plan.moves):
+    branches = any(c.branch for _, c in plan.moves)
+    folded = fold_rows((key_of(c), c.source, (stage, c)) for stage, c in plan.moves)
+    for (*key, one_round, at_most, branch), _, found in folded:
         of_stage: dict[int, list[Collective]] = {}
         for number, c in found:
             of_stage.setdefault(number, []).append(c)
@@ -300,8 +319,10 @@ def _moves(plan: PlanView) -> Section:
             made = fold_paths([c.source for number in numbers for c in of_stage[number]])
             times = str(count) + " a round" * bool(one_round)
             sent = "at most " * bool(at_most) + bytes_text(size)
-            rows.append((*[ranges_text(numbers)] * staged, *map(str, key), times, sent, made))
-    columns = (*["stages"] * staged, "collective", "over", "value", "from", "to", ">times", ">bytes", "made by")
+            ends = [times, sent, *[_WHEN[str(branch)]] * branches, made]
+            rows.append((*[ranges_text(numbers)] * staged, *map(str, key), *ends))
+    when = ["if"] * branches
+    columns = (*["stages"] * staged, "collective", "over", "value", "from", "to", ">times", ">bytes", *when, "made by")
     which = ": bytes that each device of one stage" if staged else ", in program order: bytes that each device"
     return Section(f"{title}{which} sends in one call", columns, rows)
 
@@ -310,7 +331,8 @@ def totals(plan: PlanView) -> Section | None:
     """A table of bytes by axis and kind of collective."""
     totals: dict[tuple[str, str], list[Collective]] = {}
     for _, c in plan.moves:
-        totals.setdefault((", ".join(c.axes), c.kind), []).append(c)
+        if c.branch != "other":
+            totals.setdefault((", ".join(c.axes), c.kind), []).append(c)
     if not totals:
         return None
     whole = known_bytes(c for _, c in plan.moves) or 1

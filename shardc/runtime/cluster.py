@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import signal
 import socket
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -24,6 +26,8 @@ from shardc.errors import ClusterError, DisagreementError, PeerLostError
 from shardc.runtime.calls import call_text, calls_of, members_text, processes_text, refuse_other_calls
 from shardc.runtime.gathering import Gathering, Repeats, Verdict
 from shardc.runtime.last_step import LastStep
+from shardc.runtime.status.arrivals import Arrivals
+from shardc.runtime.status.flight import FlightRecorder
 from shardc.runtime.status.loop import LoopStatus
 from shardc.runtime.status.waits import Waits, longest_text
 from shardc.runtime.store import Event, Store
@@ -61,6 +65,7 @@ class RunConfig:
       links: where this process listens for links: an address, its port 0 for a free one.
       epoch: the start that this is.
       restarts: how often lost processes are started again from now on.
+      window: within how many seconds they are counted.
       silence: seconds without a sign of life after which a process counts as lost.
       deadline: seconds to wait for a process that is alive but does not come.
       least: how many processes the run may go on with if hosts are lost; 0: all of them.
@@ -69,6 +74,7 @@ class RunConfig:
       carrier: what carries values between processes of one JAX runtime: `put` or `links`; empty: by their devices.
       judging: seconds beyond `deadline` in which the launcher finds who does not come.
       joins: whether this process was started in place of a lost one, while the others go on with a run.
+      flight: the file of its flight recorder; empty if nobody reads it.
     """
 
     me: int
@@ -79,6 +85,7 @@ class RunConfig:
     links: str
     epoch: int = 0
     restarts: int = 0
+    window: float = math.inf
     silence: float = 10.0
     deadline: float = 600.0
     least: int = 0
@@ -87,6 +94,7 @@ class RunConfig:
     carrier: str = ""
     judging: float = 0.0
     joins: bool = False
+    flight: str = ""
 
     @property
     def patience(self) -> float:
@@ -132,7 +140,9 @@ class Cluster:
         self._over = ""
         self._closed = False
         self._leaving = False
-        self.loop = LoopStatus()
+        self._arrivals = Arrivals()
+        self.recorder = FlightRecorder(config.flight, config.me)
+        self.loop = LoopStatus(self.recorder.note)
         """Where the training loop is: the launcher gets to know with the next sign of life."""
         self._begun: dict[str, Gathering] = {}
         """The newest gathering of each name that was begun here."""
@@ -283,12 +293,17 @@ class Cluster:
         self._look()
         waits = self.waits.now()
         shown = longest_text(waits, self.me)
-        return json.dumps({
+        status = json.dumps({
             **({"waits": shown} if shown else {}),
             **self.loop.facts,
             "epoch": self.epoch,
+            "steps": self.loop.steps,
+            "now": time.time(),
+            "arrived": self._arrivals.newest(),
             "run": {"calls": self._newest_calls(), "waits": [w.to_json() for w in waits]},
         })  # fmt: skip
+        self.recorder.live(status, self.on_show)
+        return status
 
     def _newest_calls(self) -> dict[str, list[Any]]:
         """The newest call of each name: its members, its number, and what it is; the newest of all comes last."""
@@ -336,7 +351,7 @@ class Cluster:
     def _add_link(self, sock: socket.socket, peer: int) -> Link:
         if isinstance(sock, TlsSocket):
             sock.clear = self.config.plain_data
-        made = self._links[peer] = Link(sock, self.me, peer, self.config.silence, self._allocate)
+        made = self._links[peer] = Link(sock, self.me, peer, self.config.silence, self._allocate, self.recorder.frame)
         made.add(_GATHERING, self)
         self._changed.notify_all()
         return made
@@ -507,6 +522,8 @@ class Cluster:
             self.refuse_ended(members, name, why)
             call = self._gathering[key] = self._begun[name] = Gathering(key, members, self.me, text, why, verdict)
             self._latest = name
+            self.recorder.note(why)
+            self._arrivals.add(*key)
             call.add(self._early.pop(key, {}))
             closed = [p for p in call.neighbours if p not in self._links]
         try:
@@ -532,6 +549,7 @@ class Cluster:
                 runs.append((number, calls))
             calls.last = self._counts[calls.name] = number
             self._latest = calls.name
+            self._arrivals.add(calls.name, number)
             return True
 
     def _reopen(self, name: str, number: int) -> Gathering | None:

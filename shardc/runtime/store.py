@@ -199,6 +199,11 @@ class StoreServer:
         with self._lock:
             return {c.process: c.status for c in self._clients.values()}
 
+    def ages(self) -> dict[int, float]:
+        """How many seconds ago the last status text of each connected process came."""
+        with self._lock:
+            return {c.process: monotonic() - c.said for c in self._clients.values()}
+
     def heard(self) -> tuple[float, dict[int, str]]:
         """The last time, of `monotonic`, of which all connected processes have given a sign of life, and their status
         texts."""

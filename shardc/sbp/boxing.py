@@ -11,8 +11,9 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Hashable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Final, NamedTuple, TypeAlias, TypeVar
 
@@ -39,6 +40,8 @@ from shardc.sbp.cost import (
 from shardc.sbp.placement import SBP, AxisSizes, B, P, Placement, ReduceOp, S, block_sizes, local_extent
 
 Shape: TypeAlias = tuple[int, ...]
+MANY: Final = 1000
+"""Placements of a value below which all of them take next to no time."""
 EVEN: Final = -1
 """Stands for a size that is a multiple of the number of devices."""
 
@@ -388,7 +391,26 @@ def find_boxing(shape: Shape, itemsize: int, src: Placement, dst: Placement, mes
     if src == dst:
         return Boxing((), ())
     ops = tuple(sorted({"sum", *(p.partial_op for p in (src, dst) if p.partial_op)}))
+    if (len(shape) + 2) ** len(_active(mesh)) > MANY:
+        kept = _worth_splitting(shape, {*src.splits, *dst.splits}, len(_active(mesh)))
+        if len(kept) < len(shape):
+            place = {d: k for k, d in enumerate(kept)}
+            ends = _renamed(src, place), _renamed(dst, place)
+            found = _shortest(*_without(shape, itemsize, kept), *ends, mesh, ops)
+            steps = [replace(s, src=_renamed(s.src, kept), dst=_renamed(s.dst, kept)) for s in found.steps]
+            return Boxing(tuple(steps), found.prices)
     return _shortest(shape, itemsize, src, dst, mesh, ops)
+
+
+def _worth_splitting(shape: Shape, named: Set[int], axes: int) -> list[int]:
+    """The named dimensions, and of the others as many of each size as there are mesh axes: they are alike, and a path
+    splits no more of them at once."""
+    left, kept = Counter(dict.fromkeys(shape, axes)), list[int]()
+    for d, size in enumerate(shape):
+        left[size] -= d not in named
+        if d in named or left[size] >= 0:
+            kept.append(d)
+    return kept
 
 
 @lru_cache(maxsize=65536)
@@ -486,3 +508,27 @@ def boxing_table(shape: Shape, itemsize: int, mesh: MeshView, op: ReduceOp = "su
         at, there = [own[p] for p in whole], [plain.index[p] for p in whole]
         seconds[np.ix_(at, at)] = plain.seconds[np.ix_(there, there)]
     return BoxingTable(own, tuple(own), seconds, held[:m])
+
+
+def table_of_some(
+    shape: Shape, itemsize: int, mesh: MeshView, op: ReduceOp, unsplit: Set[int]
+) -> BoxingTable:  # fmt: skip
+    """The boxing table without placements that split some dimensions. Prices depend on nothing but bytes, so these are
+    part of the elements."""
+    if not unsplit:
+        return boxing_table(shape, itemsize, mesh, op)
+    kept = [d for d in range(len(shape)) if d not in unsplit]
+    found = boxing_table(*_without(shape, itemsize, kept), mesh, op)
+    index = {_renamed(p, kept): i for p, i in found.index.items()}
+    return BoxingTable(index, tuple(index), found.seconds, found.local_bytes)
+
+
+def _without(shape: Shape, itemsize: int, kept: Sequence[int]) -> tuple[Shape, int]:
+    """Shape and size of elements of a value whose other dimensions are part of its elements."""
+    rest = math.prod(n for d, n in enumerate(shape) if d not in kept)
+    return tuple(shape[d] for d in kept), itemsize * rest
+
+
+def _renamed(p: Placement, dims: Mapping[int, int] | Sequence[int]) -> Placement:
+    """The placement with dimension k called `dims[k]`."""
+    return Placement([(a, S(dims[s.dim]) if isinstance(s, S) else s) for a, s in p.items_])

@@ -84,7 +84,7 @@ class DeviceGroup:
 def group_of(mesh: MeshView, axes: Sequence[str]) -> DeviceGroup:
     """A group of devices that differ only along the given axes."""
     combined = frozenset(kind for kind, _ in mesh.topology.combined) if mesh.shared > 1 else frozenset[str]()
-    return _group(tuple(s for a in axes for s in mesh.spans[a]), mesh.topology.launch, combined, mesh.shared)
+    return _group(mesh.spans_along(axes), mesh.topology.launch, combined, mesh.shared)
 
 
 @lru_cache(maxsize=4096)

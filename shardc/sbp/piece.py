@@ -6,11 +6,12 @@ The collectives bring windows, and the arrays that the pieces exchange: `interna
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,7 @@ from shardc.machine.mesh import MeshView
 from shardc.sbp.cost import send_price
 from shardc.sbp.placement import block_sizes, extents, local_shape
 from shardc.sbp.ring import ring_of, run_ring
-from shardc.sbp.signature import OperandWindow, Ranges, Rule, Setting, Site, Turned, neutral_value
+from shardc.sbp.signature import OperandWindow, Passed, Ranges, Rule, Setting, Site, Turned, neutral_value
 
 Positions: TypeAlias = NDArray[np.intp]
 
@@ -39,6 +40,9 @@ class Sent:
     shape: tuple[int, ...]
     dtype: Any
     operand: int | None = None
+
+
+_KINDS: Final[dict[type, Literal["all_to_all", "permute"]]] = {Turned: "all_to_all", Passed: "permute"}
 
 
 @dataclass(frozen=True)
@@ -185,8 +189,8 @@ def _range_reading(
 def _shifts(
     held: Sequence[tuple[int, int]], block: int, wants: Sequence[tuple[Positions, Positions, Positions]]
 ) -> tuple[Shift, ...]:
-    """The overlaps of held ranges (begin and length) with each of the wanted ranges (begin, end and origin): one shift
-    for each distance between the devices, if every device sends one of them."""
+    """The overlaps of held ranges (begin, length) with each of the wanted ranges (begin, end and origin): a shift for
+    each distance between the devices at which every device sends one of them, or for several."""
     offsets, valid = np.asarray(held).T
     found = [_overlaps(offsets, valid, *want) for want in wants]
     overlaps = np.concatenate(found) if len(found) > 1 else found[0]
@@ -196,15 +200,32 @@ def _shifts(
         group = group * len(wants) + _repeats(group * size + overlaps[:, 0])
     overlaps = overlaps[np.argsort(group, kind="stable")]
     groups, first = np.unique(np.sort(group), return_index=True)
-    longest = np.maximum.reduceat(overlaps[:, 3] - overlaps[:, 2], first) if first.size else first
-    rows, pieces = list(map(tuple, overlaps.tolist())), tuple(offsets.tolist())
-    return tuple(
-        Shift(d > 0, length if d else block, block, tuple(rows[at:until]), pieces)
-        for d, length, at, until in zip(
-            (groups // len(wants)).tolist(), longest.tolist(), first.tolist(), np.append(first, len(rows))[1:].tolist(),
-            strict=True,
-        )
-    )  # fmt: skip
+    rows: list[_Row] = list(map(tuple, overlaps.tolist()))  # pyright: ignore[reportAssignmentType]
+    pieces = tuple(offsets.tolist())
+    parts = [rows[at:until] for at, until in itertools.pairwise([*first.tolist(), len(rows)])]
+    distances = (groups // len(wants)).tolist()
+    own = [Shift(False, block, block, tuple(p), pieces) for d, p in zip(distances, parts, strict=True) if not d]
+    sent = _joined(p for d, p in zip(distances, parts, strict=True) if d)
+    return (*own, *(Shift(True, max(r[3] - r[2] for r in p), block, tuple(p), pieces) for p in sent))
+
+
+_Row: TypeAlias = tuple[int, int, int, int, int]
+
+
+def _joined(parts: Iterable[list[_Row]]) -> list[list[_Row]]:
+    """Sets of overlaps, of which those become one that no device sends or gets two of: a mirrored dimension takes one
+    permute, though the devices of its pairs are at several distances."""
+    found: list[tuple[set[int], set[int], list[_Row]]] = []
+    for part in parts:
+        sources, targets = {r[0] for r in part}, {r[1] for r in part}
+        fits = (f for f in found if not (f[0] & sources or f[1] & targets))
+        if (into := next(fits, None)) is None:
+            found.append((sources, targets, part))
+        else:
+            into[0].update(sources)
+            into[1].update(targets)
+            into[2].extend(part)
+    return [part for _, _, part in found]
 
 
 def _repeats(keys: Positions) -> Positions:
@@ -247,7 +268,7 @@ def internal_steps(rule: Rule, setting: Setting) -> tuple[Sent, ...]:
     for factor, arrays in rule.exchanged.items():
         if factor in crossed:
             found += [
-                Sent("all_to_all" if isinstance(a, Turned) else "all_gather", crossed[factor], tuple(a.shape), a.dtype)
+                Sent(_KINDS.get(type(a), "all_gather"), crossed[factor], tuple(a.shape), a.dtype)
                 for a in arrays(setting)
             ]
     return tuple(found)

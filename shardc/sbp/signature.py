@@ -176,6 +176,14 @@ class Turned:
     dtype: Any
 
 
+@dataclass(frozen=True, slots=True)
+class Passed:
+    """An array that each device sends to one other: a permute instead of a gather."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+
+
 def bind_same(site: Site, *operands: Any) -> Sequence[Any]:
     """The default local piece: the primitive itself, parameters unchanged."""
     return site.bind(*operands)
@@ -218,6 +226,14 @@ class Terms:
     local: Local
 
 
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Dimensions of the operand, and of the result, of a reshape that have the same elements in the same order."""
+
+    operand: tuple[int, ...]
+    result: tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class Rule:
     """How one operation may be placed.
@@ -231,15 +247,19 @@ class Rule:
         split unevenly; operands that are not listed need none.
       granule: factors whose split must fall on a unit: the devices that split them must divide this number
         (reshapes; groups of a convolution).
+      runs: of a reshape, the runs of more than one dimension. Several axes may cut one of them in a chain
+        (`shardc.passes.place.chains`).
       local: the computation of a device on its pieces.
       windows: operands of which a device reads more elements than it holds, or other ones, when their factor is split.
       exchanged: factors whose split makes the pieces exchange arrays, and these arrays.
       across: the computation of a device if a factor of `windows` or `exchanged` is split. It gets windows in place of
         pieces: in their dimension (n-1)·|step| + width elements, n being the local size at port `by`.
+      held: the bytes that a device holds in `across` besides its pieces; None: few.
       terms: for a product of two operands, how it is computed in terms; None: it has no ring (`shardc.sbp.ring`).
       flops: floating-point operations of the whole operation; 0 if it is bound by memory.
       passes: how often it reads and writes the memory of its operands and results. 0: once if it has `flops`, else it
         is light: bound by memory, and fused with other light operations.
+      margin: for a split factor the work of each device besides its own share, as a number of elements of the factor.
       kind: `elementwise`, `special` (an elementwise function that vector units compute by many operations),
         `reduction`, `thin` (a product), `convolution`, `attention` or none: machines have times for these
         (`element_seconds`, `Topology.shares`, `starts`).
@@ -251,13 +271,16 @@ class Rule:
     partials: tuple[Partials, ...] = ()
     neutral: Mapping[int, Neutral] = field(default_factory=dict[int, Neutral])
     granule: Mapping[str, int] = field(default_factory=dict[str, int])
+    runs: tuple[Run, ...] = ()
     local: Local = bind_same
     windows: tuple[OperandWindow, ...] = ()
     exchanged: Mapping[str, Exchange] = field(default_factory=dict[str, Exchange])
     across: Local = bind_same
+    held: Callable[[Setting], int] | None = None
     terms: Terms | None = None
     flops: float = 0.0
     passes: float = 0.0
+    margin: Mapping[str, int] = field(default_factory=dict[str, int])
     kind: str = ""
 
     @property
@@ -292,14 +315,10 @@ class Rule:
         return {f: n for factors, aval in pairs for f, n in zip(factors, aval.shape, strict=True) if f}
 
 
-def shared_by(sizes: Mapping[str, int], counts: Mapping[str, int]) -> float:
-    """How many devices share the work if `counts` devices split each factor: 8 rows on 32 devices keep 8 of them busy.
-
-    Examples:
-      >>> shared_by({"b": 8, "d": 6}, {"b": 32, "d": 4})
-      24.0
-    """
-    return math.prod(sizes[f] / -(-sizes[f] // n) for f, n in counts.items() if sizes[f])
+def shared_by(rule: Rule, op: Operation, counts: Mapping[str, int]) -> float:
+    """How many devices share the work if `counts` devices split each factor: 8 rows on 32 devices keep 8 busy."""
+    sizes = rule.sizes(op)
+    return math.prod(sizes[f] / (-(-sizes[f] // n) + rule.margin.get(f, 0)) for f, n in counts.items() if sizes[f])
 
 
 RuleFn: TypeAlias = Callable[[Operation], Rule | None]

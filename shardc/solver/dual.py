@@ -65,14 +65,24 @@ class Dual:
         self.values: Index = np.zeros(len(own), np.intp)
         self.readings: list[Index] = []
         order = outwards(near)
-        self.graph, tables = graph_of([u.size for u in own], self.near, order)
-        self._passes = kernels.passes(self.graph, tables)
+        self.graph, self._tables = graph_of([u.size for u in own], self.near, order)
+        self.kernels = kernels
         self.first = self.graph.first[:-1]
         self.own = np.concatenate([np.zeros(0), *own])
         self.messages = np.zeros(int(np.diff(self.graph.first)[self.graph.other].sum()))
         self._begin = self.messages  # of the next sweep, which copies it
         self._last: tuple[Table, Table] | None = None  # the messages after the last sweep, and how it changed them
         self.work = 2.0 * SWEEPS * (CALL + sum(t.size + STEP for n in near for t in n.values()))
+
+    @property
+    def kernels(self) -> Kernels:
+        return self._kernels
+
+    @kernels.setter
+    def kernels(self, kernels: Kernels) -> None:
+        """Goes on with another implementation of the passes, which gives the same."""
+        if getattr(self, "_kernels", None) is not kernels:
+            self._kernels, self._passes = kernels, kernels.passes(self.graph, self._tables)
 
     def raise_bound(self) -> float:
         """Runs a few sweeps. An assignment is read from the last one."""

@@ -20,7 +20,7 @@ from shardc.solver.assignment_cost import ROUNDING, AssignmentCost
 from shardc.solver.cost_tables import Index, Memo, Pair, Table
 from shardc.solver.dual import Dual
 from shardc.solver.eliminate import Elimination, elimination_order, elimination_work
-from shardc.solver.kernels import Kernels
+from shardc.solver.kernels import Kernels, kernels_after
 from shardc.solver.kernels.numpy_kernels import block
 from shardc.solver.reduce import AT_ONCE, EASY, Reduction
 
@@ -72,7 +72,8 @@ class SolverOptions:
       chain, coarse: whether repeated layers are solved as a chain, and whether values of equal labels are first merged.
         None: where it pays.
       at_once: an elimination that touches at most this many table entries is done at once.
-      kernels: the implementation of the loops over tables; None: by the size of the problem. The result is the same.
+      kernels: the implementation of the loops over tables; None: by the size of the problem and the work that was
+        done. The result is the same.
     """
 
     work: float = 8e9
@@ -273,10 +274,11 @@ class _SearchTurn:
 
     def raise_bound(self) -> float:
         """Raise the bound, for about as long as the last `look` took. Returns by how much the bound rose."""
-        dual, search, raised = self.dual, self.search, 0
+        dual, search, ops, raised = self.dual, self.search, self.problem.ops, 0
         while raised < LOOK[0] or (raised < LOOK[1] and raised * dual.work < FASTER * self._looked):
             dual.raise_bound()
-            self.problem.ops.work += dual.work
+            ops.work += dual.work
+            ops.kernels = dual.kernels = kernels_after(ops.work, ops.kernels)
             raised += 1
         rise = self._bound - search.bound
         search.raise_to(self._bound)

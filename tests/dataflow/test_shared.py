@@ -105,7 +105,7 @@ def apart(spans, name):
 @pytest.mark.parametrize("seen_first", [True, False], ids=["sees", "does not look"])
 @pytest.mark.parametrize("stale", [0, 1, 4])
 def test_fast_workers_are_as_far_ahead_as_they_may(stale, seen_first):
-    held, flow, seen = ticking(lambda i, k: 0.04 * (i == 1), seen_first=seen_first, stale=stale)
+    held, flow, seen = ticking(lambda i, k: 1.0 * (i == 1 and k == 2), seen_first=seen_first, stale=stale)
     _, given = run(flow, seen, range(10))
     assert int(held.value["ahead"]) == stale
     if stale == 0:
@@ -212,7 +212,7 @@ def test_bulk_synchronous_is_data_parallel(first):
 
 
 def test_a_slow_worker_of_an_asynchronous_flow_delays_nobody():
-    held, flow, seen = ticking(lambda i, k: 0.002 if i else 0.02, stale=None)
+    held, flow, seen = ticking(lambda i, k: 0.002 if i else 1.0 * (k == 10), stale=None)
     _, given = run(flow, seen, range(20), record=True)
     ends = {}
     for span in given.spans:
@@ -290,11 +290,11 @@ def test_each_change_of_a_quorum_is_applied_once(quorum):
 
 
 def test_a_grace_that_is_long_enough_waits_for_all():
-    held, flow, seen = ticking(lambda i, k: 0.002 if i else 0.02, quorum=(2, 3), grace=5.0)
+    held, flow, seen = ticking(lambda i, k: 0.002 if i else 0.02, quorum=(2, 3), grace=60.0)
     begin = time.monotonic()
     run(flow, seen, range(10))
     assert (held.changes, int(held.value["ahead"])) == (10, 0)
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 60
 
 
 def test_a_quorum_applies_the_mean():

@@ -1,6 +1,8 @@
 """Runs of scripts by `python -m shardc run`, each under a deadline, with a check that no process is left."""
 
 import os
+import platform
+import re
 import signal
 import subprocess
 import sys
@@ -117,3 +119,9 @@ def wait_for(condition, seconds=30):
 
 def text_of(path):
     return path.read_text() if path.exists() else ""
+
+
+def logged(path):
+    """The lines of a log, without time and host."""
+    stamp = rf"\d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d,\d{{3}} {re.escape(platform.node())} "
+    return re.sub(f"^{stamp}", "", text_of(path), flags=re.MULTILINE)

@@ -85,6 +85,7 @@ def test_who_moves_is_not_late():
 def test_a_script_that_has_ended_is_not_late():
     said = {0: status(g=at(4, "0-2")), 1: status(g=at(3, "0-2")), 2: status(g=at(4, "0-2"))}
     assert Clock().late(said, ended={1}) is None
+    assert Clock().late(said, ended={0, 1, 2}) is None
 
 
 def test_a_loop_of_waits_ends_at_who_waits_for_nobody():

@@ -14,7 +14,7 @@ from shardc.launch.job import Job, Script
 from shardc.launch.local_process import LocalProcess
 from shardc.launch.options import RunOptions
 from shardc.runtime.cluster import RunConfig
-from tests.launch.launching import named, wait_for
+from tests.launch.launching import logged, named, wait_for
 
 JOB = Job(RunConfig(0, 1, 1, "unix:/nowhere", b"", ""))
 
@@ -82,7 +82,7 @@ def test_output_is_shown_kept_and_logged(start, tmp_path):
     ends.get(timeout=10)
     assert process.tail() == ["err"]
     assert shows.seen == {1: b"out\n", 2: b"err\n"}
-    log = (tmp_path / "process-0.log").read_text()
+    log = logged(tmp_path / "process-0.log")
     assert (tmp_path / "process-0.log").stat().st_mode & 0o777 == 0o600
     assert len(log) == len("out\n[Gloo] Rank 0 is\nerr\n")
     assert all(text in log for text in ("out", "[Gloo] Rank 0 is\n", "err"))

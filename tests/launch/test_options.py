@@ -38,6 +38,9 @@ def script(tmp_path):
         (["--processes", "5:4"], "Invalid value for '--processes': \"5:4\": the least, 5, is more than the most, 4"),
         (["--processes", "2:x"], "Invalid value for '--processes': \"x\" is not a whole number of 1 or more, or two"),
         (["--restarts", -1], "Invalid value for '--restarts': "),
+        (["--restarts", "3/1y"], "Invalid value for '--restarts': \"3/1y\" is not a whole number of 0 or more, or one"),
+        (["--restarts", "3/h"], "Invalid value for '--restarts': \"\" is not a whole number of 0 or more, or one with"),
+        (["--metrics", "a"], "Invalid value for '--metrics': \"a\" is not an address with a port, such as a:4711"),
         (["--silence", 0], "Invalid value for '--silence': \"0\" is not a time of more than 0 seconds"),
         (
             ["--processes", 3, "--islands", 2],
@@ -117,5 +120,11 @@ def test_options_arrive(script, monkeypatch):
     assert seen.pop()[0].script.arguments == ("--steps", "9", "--")
     assert main(["run", "--processes", "1", "--log", str(script.parent / "a" / "b"), "-m", "package.module"]) == 5
     assert seen[1][0].script == Script("package.module", (), True, None)
+    words = ["--restarts", "3/1.5h", "--spares", "1", "--metrics", "9100", "--status", "x.json"]
+    assert main(["run", "--processes", "2", *words, str(script)]) == 5
+    options, _ = seen.pop()
+    assert (options.restarts, options.window, options.spares) == (3, 5400.0, 1)
+    assert (options.metrics, options.status, options.places(0)) == (":9100", Path("x.json"), 3)
+    assert options.job(2, "", b"").config.window == 5400.0
     assert (script.parent / "a" / "b").stat().st_mode & 0o777 == 0o700
     assert seen[1][0].log_of(7) == Path(script.parent / "a" / "b" / "process-7.log")

@@ -1,13 +1,15 @@
 """What is shown of the output of processes, and what is kept."""
 
 import os
+import platform
 import pty
+import re
 import time
 from contextlib import suppress
 
 import pytest
 
-from shardc.launch.output import Lines, Pump, Screen, Tail, WithoutNoise
+from shardc.launch.output import Lines, LogFile, Pump, Screen, Tail, WithoutNoise
 from tests.runtime.watchdog import within
 
 NOISE = b"[Gloo] Rank 0 is connected to 3 peer ranks. Expected number of connected peer ranks is : 3\n"
@@ -115,3 +117,25 @@ def test_the_live_line_makes_room_for_output():
     os.close(master)
     clear = "\r\x1b[2K"
     assert seen.decode() == f"step 1{clear}half line\r\nstep 2{clear}done\r\n"
+
+
+def test_a_log_has_time_and_host_in_each_line_and_rotates(tmp_path):
+    log = LogFile(tmp_path / "process-0.log")
+    log.maxBytes = 1000
+    for i in range(60):
+        log(f"step {i}\nloss\n".encode())
+    log.close()
+    files = sorted(p.name for p in tmp_path.iterdir())
+    assert files == ["process-0.log", *(f"process-0.log.{i}" for i in range(1, 5))]
+    assert all(p.stat().st_size <= 1000 and p.stat().st_mode & 0o777 == 0o600 for p in tmp_path.iterdir())
+    lines = (tmp_path / "process-0.log").read_text().splitlines()
+    stamp = rf"\d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d,\d{{3}} {re.escape(platform.node())} "
+    assert re.fullmatch(f"{stamp}loss", lines[-1]) and re.fullmatch(f"{stamp}step 59", lines[-2])
+
+
+def test_a_log_that_cannot_be_written_says_so_once(tmp_path, capsys, monkeypatch):
+    log = LogFile(tmp_path / "process-0.log")
+    monkeypatch.setattr(log.stream, "write", lambda text: 1 / 0)
+    log(b"a\nb\n")
+    log.close()
+    assert capsys.readouterr().err.count("ZeroDivisionError") == 1

@@ -16,6 +16,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 import shardc
 from shardc.errors import MeshError, ShardcError, all_offenders, did_you_mean
 from shardc.machine import mesh as mesh_module
+from shardc.machine.devices import RemoteDevice
 from shardc.machine.mesh import (
     TOPOLOGIES,
     AnyMesh,
@@ -104,7 +105,7 @@ LIKE_JAX = [
 ]
 BY_NAME = "shardc.make_mesh takes the size of each axis by the name of the axis; write shardc.make_mesh"
 WRITE = "write shardc.make_mesh(data=4, model=2), or data=-1 for all devices that there are."
-DEVICES = "write a list of JAX's devices, as devices=jax.devices()[:4]."
+DEVICES = "write a list of devices, as devices=shardc.devices()[:4]."
 NEEDS = "A mesh needs a positive number of devices for each axis, got"
 
 
@@ -370,3 +371,9 @@ def test_a_size_of_all_devices_that_there_are() -> None:
     assert dict(make_mesh(data=-1).shape) == {"data": 8}
     assert dict(make_mesh(data=-1, model=2).shape) == {"data": 4, "model": 2}
     assert dict(make_mesh(data=2, model=-1, topology="v5p:4x4x2").shape) == {"data": 2, "model": 16}
+
+
+def test_devices_of_another_runtime_make_a_mesh():
+    there = [RemoteDevice(1, i, "cpu", "cpu") for i in range(4)]
+    mesh = make_mesh(devices=there, data=2, model=-1)
+    assert dict(mesh.shape) == {"data": 2, "model": 2} and list(mesh.devices.flat) == there

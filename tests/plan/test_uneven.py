@@ -51,6 +51,18 @@ def test_the_text() -> None:
     assert "Pinned at {data: S(0)}, an uneven split, it is cheaper." in plan.explain(why="result")
 
 
+def test_bytes_that_hide_in_a_long_call_are_named() -> None:
+    def fn(u: Any) -> Any:
+        for _ in range(200):
+            u = jnp.sin(u)
+        return u[2:] + u[:-2]
+
+    plan = planned(fn, 8)
+    assert plan.uneven is not None
+    assert 0.5 * plan.seconds < plan.uneven.seconds < plan.seconds
+    assert 40 * plan.uneven.bytes < plan.bytes_per_device
+
+
 @pytest.mark.parametrize("fn", [lambda u: u[:-1].sum(), lambda u: jax.grad(lambda u: jnp.sum(u[1:] * u[:-1]))(u)])
 def test_nothing_is_said_where_nothing_is_saved(fn: Callable[[Any], Any]) -> None:
     assert planned(fn, 8).uneven is None

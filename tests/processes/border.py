@@ -52,6 +52,20 @@ def test_the_text_of_an_array_whose_pieces_are_elsewhere():
     assert str(x) == repr(x) and repr(x).startswith("PlacedArray(float32[13,3], {data: S(0)}")
 
 
+@pytest.mark.parametrize("placement", PLACEMENTS[:6], ids=lambda p: str(shardc.Placement(p)))
+def test_a_process_reads_its_own_pieces(placement):
+    x, elements = value((13, 6)), []
+
+    def read(path, at):
+        elements.extend(np.arange(x.size).reshape(x.shape)[at].ravel().tolist())
+        return x[at]
+
+    placed = shardc.put(jax.ShapeDtypeStruct(x.shape, x.dtype), MESH, placement, read=read)
+    np.testing.assert_array_equal(shardc.fetch(placed), x)
+    mine = own(np.arange(x.size).reshape(x.shape), placement)
+    assert sorted(elements) == sorted(mine.ravel().tolist())
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("placement", PLACEMENTS, ids=lambda p: str(shardc.Placement(p)))
 def test_put_and_fetch(shape, placement):

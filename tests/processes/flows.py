@@ -141,6 +141,9 @@ def shared_states():
         assert len(given) == 6
         if current().me == len(WORKERS):
             assert int(held.value["n"]) == 6 * (1 if more else len(WORKERS))
+        else:
+            with pytest.raises(shardc.ClusterError, match=f"lives in process {len(WORKERS)}: read .value there"):
+                _ = held.value
         train.close()
 
 

@@ -124,7 +124,7 @@ def test_a_run_ends_when_a_lost_host_does_not_come_back(tmp_path):
         run = start(h, "--silence", 3, "--restarts", 1, "--deadline", 10)
         wait_for(lambda: len(lines(h)) > 5, 60)
         with h.broken(1):
-            assert run.wait(40) == 137
+            assert run.wait(40) == 75
         assert "process 1 is lost: the launcher of its host is lost, and its host does not come back." in h.text("err0")
 
 

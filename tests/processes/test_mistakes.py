@@ -56,7 +56,7 @@ def test_a_mistake_ends_the_run_and_is_named(mistake, when, shape, devices, rest
         os.killpg(made.pid, signal.SIGTERM)
         _, errors = made.communicate(timeout=20)
         raise AssertionError(f"no end:\n{errors}") from None
-    assert made.returncode == 1, errors
+    assert made.returncode == 76, errors
     assert re.search(SAYS[mistake], errors), errors
     assert "started again" not in errors
     assert took < SECONDS, errors

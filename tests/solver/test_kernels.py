@@ -14,7 +14,7 @@ from shardc.solver import SolverOptions, minimize
 from shardc.solver.cost_tables import CHUNK, Lookup, double
 from shardc.solver.dual import Dual
 from shardc.solver.graph import Members
-from shardc.solver.kernels import kernels_for, numba_kernels, numpy_kernels
+from shardc.solver.kernels import _compiled, kernels_after, kernels_for, numba_kernels, numpy_kernels
 from shardc.solver.kernels.numba_kernels import compiled
 from shardc.solver.kernels.numpy_messages import least_sums
 from tests.solver.problems import every, random_problem, repeated_layers, shapes
@@ -310,6 +310,7 @@ def test_large_problems_are_solved_without_numba(monkeypatch, caplog):
     monkeypatch.delitem(sys.modules, "shardc.solver.kernels.numba_kernels")
     monkeypatch.delattr("shardc.solver.kernels.numba_kernels")
     monkeypatch.setitem(sys.modules, "numba", None)
+    monkeypatch.setattr("shardc.solver.kernels._compiled", _compiled.__wrapped__)
     with caplog.at_level("INFO", "shardc"):
         assert kernels_for([np.zeros((2, 3))], 0) is numpy_kernels
     assert "pip install 'shardc[fast]'" in caplog.text
@@ -329,3 +330,14 @@ print(sorted({"numba", "llvmlite", "scipy.optimize"} & set(sys.modules)))
 """
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"
+
+
+def test_a_long_search_goes_on_with_compiled_loops():
+    assert kernels_after(1e8, numpy_kernels) is numpy_kernels
+    assert kernels_after(1e9, numpy_kernels) is numba_kernels
+    unary, pairwise = random_problem(next(iter(shapes)), 0, most=6)
+    ours, other = dual_of(unary, pairwise, numpy_kernels), dual_of(unary, pairwise, numpy_kernels)
+    for _ in range(3):
+        assert ours.raise_bound() == other.raise_bound()
+        other.kernels = numba_kernels
+    np.testing.assert_array_equal(ours.messages, other.messages)

@@ -153,7 +153,7 @@ class Checker:
 def _samples() -> list[Any]:
     """The signs of two computations with other rounding errors."""
     draw = np.random.default_rng(0)
-    return [jnp.asarray(draw.choice(np.float32([-1, 1]), SIGNS)) for _ in range(2)]
+    return [jnp.asarray(draw.choice(np.array([-1, 1], np.float32), SIGNS)) for _ in range(2)]
 
 
 class _Check:

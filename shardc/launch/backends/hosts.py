@@ -46,7 +46,7 @@ def run_on_hosts(options: RunOptions) -> int:
     names = options.hosts.split(",")
     counted = options.hosts.isdecimal()
     hosts = int(options.hosts) if counted else len(names)
-    count = options.processes or hosts
+    count = options.places(hosts)
     _check(options, names, hosts, counted)
     if not counted:
         return run_by_ssh(options, names, count)
@@ -58,10 +58,10 @@ def run_on_hosts(options: RunOptions) -> int:
 
 
 def _check(options: RunOptions, names: Sequence[str], hosts: int, counted: bool) -> None:
-    count = options.processes or hosts
+    count = options.places(hosts)
     if hosts < 1 or count % hosts:
         raise ClusterError(f"--processes {count} cannot be divided evenly over --hosts {options.hosts}.")
-    options.check(count)
+    options.check(count - options.spares)
     if counted and not (options.at and options.host is not None and options.host < hosts):
         raise ClusterError(
             f"--hosts {hosts} needs --host I, the number of this host (0 to {hosts - 1}), and --at ADDRESS:PORT, an "

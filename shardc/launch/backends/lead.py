@@ -23,6 +23,7 @@ from typing import Any, Final
 
 from shardc.errors import ClusterError
 from shardc.launch.agent import Agents, RemoteProcess, host_id
+from shardc.launch.health.publish import publishing
 from shardc.launch.job import Job
 from shardc.launch.local_process import LocalProcess
 from shardc.launch.options import RunOptions
@@ -73,8 +74,8 @@ class Start:
     in_use: str = ""
 
 
-def lead(start: Start, options: RunOptions, processes: int, events: SimpleQueue[Event]) -> int:
-    """Run a script in so many processes. Returns the exit code of the run.
+def lead(start: Start, options: RunOptions, places: int, events: SimpleQueue[Event]) -> int:
+    """Run a script in processes at so many places, those of spares among them. Returns the exit code of the run.
 
     Raises:
       ClusterError: the store cannot listen, or agents did not come.
@@ -83,17 +84,18 @@ def lead(start: Start, options: RunOptions, processes: int, events: SimpleQueue[
         agents = Agents(start.bind, start.secret, events)
     except ClusterError as error:
         raise ClusterError(f"{error}{start.in_use}") from error
-    screen, code = Screen(), INTERRUPTED
+    screen, code = Screen(options.log and options.log / "launcher.log"), INTERRUPTED
     try:
-        for p in range(processes):
+        for p in range(places):
             if p not in start.here:
                 start.add(p, agents, screen)
-        if start.meet(agents) if start.meet else agents.meet(options.deadline, *options.missing(processes)):
-            job = options.job(processes, agents.server.address, start.secret)
+        if start.meet(agents) if start.meet else agents.meet(options.deadline, *options.missing(places)):
+            job = options.job(places - options.spares, agents.server.address, start.secret)
             code = _supervise(start, options, job, agents, screen)
     finally:
         agents.end(code)
         agents.server.close()
+        screen.close()
     return code
 
 
@@ -110,7 +112,8 @@ def _supervise(start: Start, options: RunOptions, job: Job, agents: Agents, scre
         job = replace(job, config=replace(job.config, links=links))
         return start.prepare(job) if here else job
 
-    code = Supervisor(job, handles, screen, job_of, agents.server, agents.events).run()
+    with publishing(options.status, options.metrics) as publish:
+        code = Supervisor(job, handles, screen, job_of, agents.server, agents.events, publish).run()
     for process in local:
         process.close()
     return code

@@ -38,7 +38,7 @@ def run_on_ray(options: RunOptions, processes: int) -> int:
     try:
         events: SimpleQueue[Event] = SimpleQueue()
         with interrupts_to(events):
-            return _run(ray, options, processes, events)
+            return _run(ray, options, processes + options.spares, events)
     finally:
         if started:
             ray.shutdown()

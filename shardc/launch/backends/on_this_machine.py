@@ -18,5 +18,6 @@ def run_on_this_machine(options: RunOptions, processes: int) -> int:
             links = f"unix:{private}/{job.config.me}.{job.start}"
             return prepare(replace(job, config=replace(job.config, links=links)))
 
-        start = Start(f"unix:{private}/store", new_secret(), range(processes), with_links)
-        return lead(start, options, processes, events)
+        places = processes + options.spares
+        start = Start(f"unix:{private}/store", new_secret(), range(places), with_links)
+        return lead(start, options, places, events)

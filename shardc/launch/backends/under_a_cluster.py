@@ -32,7 +32,7 @@ _SHORTEST: Final = 16
 
 def run_under_a_cluster(options: RunOptions, found: DetectedProcess) -> int:
     """Run a script as one process of several that a cluster has started. Returns the exit code of the run."""
-    options.check(found.processes)
+    options.check(found.processes - options.spares)
     folder = Path.home() / ".shardc" / f"{job_name(found)}-programs"
     with suppress(OSError):  # JAX warns if it cannot write there
         for path in (folder.parent, folder) if options.restarts else ():

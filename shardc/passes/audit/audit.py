@@ -121,7 +121,10 @@ class Audit:
         return f"Audit({first.removeprefix('audit').removeprefix(': ').strip()})"
 
 
-def audit(planned: Sequence[Collective], hlo: str, axes: Mapping[str, int], platform: str = "cpu") -> Audit:
+def audit(
+    planned: Sequence[Collective], hlo: str, axes: Mapping[str, int], platform: str = "cpu",
+    cuts: Sequence[tuple[str, tuple[str, ...]]] = (),
+) -> Audit:  # fmt: skip
     """Compares planned collectives with those of a compiled program.
 
     Args:
@@ -129,15 +132,18 @@ def audit(planned: Sequence[Collective], hlo: str, axes: Mapping[str, int], plat
       hlo: text of the optimized module, `compiled.as_text()`.
       axes: mesh axes and their sizes, in mesh order.
       platform: of the text. On "cpu" nothing may be added; on others the backend's known rewrites may.
+      cuts: the axes of the user's mesh that `axes` has sub-axes of, as in `MeshView`.
     """
     exact = platform == "cpu"
-    plans = [_planned_lot(c, axes) for c in planned if c.bytes and c.is_known]
+    parts, whole = dict(cuts), {a: axis for axis, names in cuts for a in names}
+    plans = [_planned_lot(c, axes, parts) for c in planned if c.bytes and c.is_known]
     unknown = {c.source for c in planned if not c.is_known}
     lots: list[_Lot[FoundCollective]] = []
     added: list[FoundCollective] = []
     for op in parse_collectives(hlo):
         for tensor in op.tensors:
             record, padding = _found(op, tensor, axes, exact)
+            record = replace(record, crosses=tuple(dict.fromkeys(whole.get(a, a) for a in record.crosses)))
             if op.added and not exact:
                 added.append(record)
                 continue
@@ -198,8 +204,11 @@ _BROADCAST: Final = "collective-broadcast"
 """The HLO opcode of a planned permute from one device to all."""
 
 
-def _planned_lot(c: Collective, axes: Mapping[str, int]) -> _Lot[Collective]:
-    along = frozenset[str]() if c.kind == "permute" else frozenset(a for a in c.axes if axes[a] > 1)
+def _planned_lot(
+    c: Collective, axes: Mapping[str, int], parts: Mapping[str, tuple[str, ...]]
+) -> _Lot[Collective]:  # fmt: skip
+    each = [a for axis in c.axes for a in parts.get(axis, (axis,)) if axes[a] > 1]
+    along = frozenset(each if c.kind != "permute" else ())
     dtype = m[0] if (m := re.match(r"[a-z]+\d+\w*|pred|bool", c.value)) else ""
     width = itemsize(dtype) if dtype else None
     kind = _RAGGED if c.at_most else c.kind

@@ -75,7 +75,10 @@ def _rows(array: _Ids) -> Groups:
 _GROUP_SYNTAXES: Final[tuple[tuple[re.Pattern[str], Callable[[re.Match[str]], Groups]], ...]] = (
     (re.compile(r"replica_groups=\{(?:\{[\d,]+\},?)+\}"), _explicit),
     (re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?"), _from_iota),
-    (re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\((.*?)\))? \{([^}]*)\}"), _from_mesh),
+    (
+        re.compile(r"replica_groups=mesh\[((?:'[^']*'|[^'\]])*)\](?:, device_ids=\((.*?)\))? \{((?:'[^']*'|[^'}])*)\}"),
+        _from_mesh,
+    ),
 )
 
 

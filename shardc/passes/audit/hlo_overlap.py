@@ -7,7 +7,7 @@ done waits for it; collectives share the links, one after the other. One that is
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias, TypeVar
 
@@ -76,7 +76,7 @@ def find_overlaps(planned: Sequence[Overlap], texts: Iterable[str], mesh: MeshVi
     waiting: defaultdict[_Class, list[tuple[str, float, str]]] = defaultdict(list)
     for text in texts:
         for timed in schedule_of(parse_module(text), mesh, price):
-            kind, hidden = _class_of(timed.op, mesh.sizes), timed.hidden * timed.times
+            kind, hidden = _class_of(timed.op, mesh), timed.hidden * timed.times
             at_line[kind, timed.op.source] += hidden
             anywhere[kind] += hidden
             if (waits := (timed.seconds - timed.hidden) * timed.times) > 0:
@@ -110,10 +110,10 @@ def _planned_class(o: Overlap) -> _Class:
     return kind, frozenset() if kind == "permute" else frozenset(o.axes)
 
 
-def _class_of(op: HloCollective, sizes: Mapping[str, int]) -> _Class:
+def _class_of(op: HloCollective, mesh: MeshView) -> _Class:
     kind = _ALIKE.get(op.kind, op.kind)
-    along = () if kind == "permute" else axes_of_groups(op.groups, sizes)
-    return kind, frozenset(along or ())
+    along = () if kind == "permute" else axes_of_groups(op.groups, mesh.sizes)
+    return kind, frozenset(mesh.joined(along or ()))
 
 
 class _Prices:

@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import Final, NamedTuple
 
 from shardc.compat import Eqn, Jaxpr, Var
+from shardc.ir.walk import LINEAR
 from shardc.machine.topology import BackendKind, MiB
 from shardc.sbp.placement import Placement
 
@@ -134,6 +135,8 @@ class Backend:
         loops that read it.
       materializes_scores: `find_scores` decides which arrays of a softmax are materialized, where it reads products of
         a smaller type.
+      accumulates_over: a product is added to what a loop carries while it is written, with these operations between:
+        neither of both is read or written by itself. None: it is not.
       workspace, batched_workspace: bytes that a library takes for a matrix product, and for one with batch dimensions,
         while it runs.
     """
@@ -145,33 +148,39 @@ class Backend:
     pieces_stay: bool
     fuses_siblings: bool
     materializes_scores: bool
+    accumulates_over: frozenset[str] | None
     workspace: int = 0
     batched_workspace: int = 0
 
 
 CPU: Final = Backend(
     reductions_read_memory=True, eager=True, one_layout=True, tiles=False, pieces_stay=False, fuses_siblings=False,
-    materializes_scores=False,
+    materializes_scores=False, accumulates_over=None,
 )  # fmt: skip
 """Seen in the scheduled HLO of the zoo: `ynn_fusion` reads arrays, `wrapped_copy` follows `all_gather`, one
 `all-reduce` has all gradients, and `wrapped_broadcast` and `all_gather` are first in the schedule."""
 
 TPU: Final = Backend(
     reductions_read_memory=False, eager=False, one_layout=False, tiles=True, pieces_stay=True, fuses_siblings=True,
-    materializes_scores=True,
+    materializes_scores=True, accumulates_over=LINEAR,
 )  # fmt: skip
 """Seen in the HLO of GPT-2 for v5p: `multiply_reduce_fusion`; arrays of layout `T(8,128)`. Small products fuse their
 operands (`convolution_add_fusion`). Large ones read them from memory, and `divide_convert_fusion` materializes what a
-softmax passes to them: this case is counted. Seen in T5 and DLRM: a fusion has no `aliasing_operands` where an operand
-was updated in place, and `broadcast_maximum_fusion`, `select_select_fusion` have several results."""
+softmax passes to them: this case is counted. Gradients of a loss in chunks, f32[32768,4096] added up over 8 rounds: a
+`bitcast_add_fusion` takes the cycles of the product alone; so does a product in bfloat16 that is added up in float32.
+Seen in T5 and DLRM: a fusion has no `aliasing_operands` where an operand was updated in place, and
+`broadcast_maximum_fusion`, `select_select_fusion` have several results."""
 
 GPU: Final = Backend(
     reductions_read_memory=False, eager=False, one_layout=False, tiles=False, pieces_stay=False, fuses_siblings=False,
-    materializes_scores=False, workspace=4 * MiB, batched_workspace=32 * MiB,
+    materializes_scores=False, accumulates_over=LINEAR - {"convert_element_type"}, workspace=4 * MiB,
+    batched_workspace=32 * MiB,
 )  # fmt: skip
 """Not measured. Products are library calls, which read memory; loops and reductions fuse. The workspaces are those of
 programs compiled ahead of time for H100 (jax 0.12.0.1): cuBLASLt got 4 MiB for a product, 32 MiB for a batched one, the
-limits of XLA's matmul_utils.h (kDefaultWorkspace; kHopperWorkspace, from H100 on). Products by Triton take none."""
+limits of XLA's matmul_utils.h (kDefaultWorkspace; kHopperWorkspace, from H100 on). Products by Triton take none. Those
+that a loop adds up are a `gemm_fusion_dot` of three operands; a product in bfloat16 that is added up in float32 is
+followed by a `loop_add_fusion`."""
 
 
 def backend_of(kind: BackendKind) -> Backend:

@@ -54,6 +54,7 @@ from shardc.passes.estimate.fused_loops import ExtendedRange, fused_siblings, re
 from shardc.passes.estimate.ready import Ready, find_ready
 from shardc.passes.estimate.row_tables import RowTable, find_row_tables
 from shardc.passes.estimate.softmax import LEAST_LOOPS, RecomputedExp, Scores, find_scores
+from shardc.sbp.causal import is_attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +207,7 @@ class _Forward:
                 self.maker[v] = step
             if kind in IN_LOOPS:
                 self.find_source(step, eqn.outvars[0])
-            elif name in PRODUCTS:
+            elif name in PRODUCTS or is_attention(name):
                 self.products.append(step)
             elif name in LOOKUPS:
                 self.lookups.append(eqn)

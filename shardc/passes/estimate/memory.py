@@ -65,7 +65,7 @@ POINTER: Final = 8
 
 
 class Around(NamedTuple):
-    """The memory of a product whose pieces go around a ring, besides its operands and its result.
+    """The memory of a product whose pieces go around a ring, or are exchanged, besides its operands and its result.
 
     Attributes:
       bytes: on a device.
@@ -79,11 +79,11 @@ class Around(NamedTuple):
 
 
 def around(eqn: Eqn, placements: Mapping[Var, Placement], sizes: AxisSizes, backend: Backend) -> Around | None:
-    """The ring buffers of a product; None if its pieces do not go around."""
+    """The buffers of a product; None if its pieces do not communicate."""
     rule, setting = find_rule(operation_of(eqn)), setting_of(eqn, placements, sizes)
     ring = ring_of(rule, setting)
     if ring is None:
-        return None
+        return Around(rule.held(setting), None, False) if rule.held is not None and rule.crossed(setting) else None
     held = ring_buffers(ring, rule, setting, backend.eager)
     bytes_ = sum(b.number * allotted_bytes(b.shape, b.dtype.itemsize, backend) for b in held)
     return Around(bytes_, ring.operand, ring.operand is not None and ring.factor in rule.results[0])
@@ -198,7 +198,7 @@ def _besides(
     blocks = set[Var]()
     for product, ring in _arounds(found.products, placements, sizes, backend):
         begin = product.at
-        if backend.eager:  # pieces are sent as soon as they are there
+        if backend.eager and product.ready:  # pieces are sent as soon as they are there
             begin = min(max(product.ready) if ring.operand is None else product.ready[ring.operand], begin)
         yield begin, product.at + 1, ring.bytes
         if ring.in_blocks and backend.pieces_stay:

@@ -71,23 +71,41 @@ def hidden_beside(
     wanted = {eqn for eqns, _ in sending for eqn in eqns}
     reads = [(eqn, [a for a in eqn.invars if not compat.is_literal(a)]) for eqn in jaxpr.eqns]
     begins, ends = _begins(reads, wanted, computing), _ends(reads, wanted, computing)
-    ready: list[list[tuple[int, int]]] = [[] for _ in range(len(computing) + 1)]
-    for k, (eqns, _) in enumerate(sending):
-        ready[max(begins[eqn] for eqn in eqns)].append((min(ends[eqn] for eqn in eqns), k))
-    left, waiting = [seconds for _, seconds in sending], list[tuple[int, int]]()
-    found: list[dict[Eqn, float]] = [{} for _ in sending]
-    for now, ((eqn, seconds), more) in enumerate(zip(computing.items(), ready, strict=False)):
+    spans = [(max(begins[e] for e in eqns), min(ends[e] for e in eqns), seconds) for eqns, seconds in sending]
+    steps, (sent, _) = list(computing), sent_beside(spans, list(computing.values()))
+    return [{steps[at]: seconds for at, seconds in some.items()} for some in sent]
+
+
+def sent_beside(
+    spans: Sequence[tuple[int, int, float]], computed: Sequence[float]
+) -> tuple[list[dict[int, float]], list[float]]:
+    """The use of the links while a device computes, if that which is needed first is sent first.
+
+    Args:
+      spans: of each collective the first step beside which it can run, the one behind the last, and its seconds.
+      computed: the seconds of each step.
+
+    Returns:
+      For each collective the seconds that are sent beside each step; and of each step the seconds in which nothing is.
+    """
+    ready: list[list[tuple[int, int]]] = [[] for _ in range(len(computed) + 1)]
+    for k, (begin, end, seconds) in enumerate(spans):
+        if seconds > 0 and begin < end:
+            ready[begin].append((end, k))
+    left, waiting, idle = [seconds for _, _, seconds in spans], list[tuple[int, int]](), list[float]()
+    found: list[dict[int, float]] = [{} for _ in spans]
+    for now, (seconds, more) in enumerate(zip(computed, ready, strict=False)):
         for one in more:
             heapq.heappush(waiting, one)
-        while waiting and seconds:
+        while waiting and seconds > 0:
             end, k = waiting[0]
-            sent = min(left[k], seconds) if end > now else 0.0
-            left[k], seconds = left[k] - sent, seconds - sent
-            if sent:
-                found[k][eqn] = sent
+            if end > now:
+                found[k][now] = sent = min(left[k], seconds)
+                left[k], seconds = left[k] - sent, seconds - sent
             if end <= now or not left[k]:
                 heapq.heappop(waiting)
-    return found
+        idle.append(seconds)
+    return found, idle
 
 
 def _begins(reads: Reads, wanted: Set[Eqn], computing: Mapping[Eqn, float]) -> dict[Eqn, int]:

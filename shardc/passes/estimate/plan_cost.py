@@ -17,7 +17,7 @@ from typing import Any, Final, cast
 from shardc import compat
 from shardc.compat import Eqn, Jaxpr, Var
 from shardc.ir.box import Boxed, box_p, boxing_of
-from shardc.ir.collective import Collective, Moves
+from shardc.ir.collective import Branch, Collective, Moves
 from shardc.ir.constrain import pin_of
 from shardc.ir.host_callback import runs_once
 from shardc.ir.memory_move import MemorySpace, is_memory_move
@@ -37,9 +37,10 @@ from shardc.ir.walk import (
     work_dtype,
 )  # fmt: skip
 from shardc.machine.mesh import MeshView
+from shardc.passes.estimate.backend import backend_of
 from shardc.passes.estimate.combine import Started, combinations
 from shardc.passes.estimate.overlap import Overlap, hidden_beside
-from shardc.passes.estimate.traffic import FusedGroup, fused_groups
+from shardc.passes.estimate.traffic import FusedGroup, accumulations, fused_groups
 from shardc.sbp.boxing import Boxing
 from shardc.sbp.cost import (
     COLLECTIVES,
@@ -57,6 +58,7 @@ from shardc.sbp.piece import internal_steps, sent_cost
 from shardc.sbp.placement import REPLICATED, AxisSizes, Placement
 from shardc.sbp.ring import Ring, ring_of, ring_price
 from shardc.sbp.signature import Rule, Setting, find_rule, gathered, has_rule, shared_by
+from shardc.sbp.sub_axes import in_whole_axes
 
 
 @dataclass(frozen=True)
@@ -272,6 +274,8 @@ class _CostWalk:
       prices: of operations and of boxings, by what determines them.
       each: the cost of each equation, if that is asked for.
       overlaps: what is hidden beside what, if the costs of equations are asked for.
+      sums: by product that adds to what a loop carries, the sum.
+      inside: the light equations that are part of these products.
     """
 
     def __init__(self, boxed: Boxed, mesh: MeshView, each: dict[Eqn, EquationCost] | None = None) -> None:
@@ -285,6 +289,13 @@ class _CostWalk:
         self.boxings: dict[tuple[Any, Placement, Placement, int], Boxing] = {}
         self.prices: dict[Hashable, _Price] = {}
         self.overlaps: list[Overlap] = []
+        self.sums: dict[Eqn, Var] = {}
+        self.inside: set[Eqn] = set()
+        over = backend_of(mesh.topology.backend).accumulates_over
+        for eqn, parts in accumulations(boxed.jaxpr, over).items():
+            if ring_of(self.rule(eqn), setting_of(eqn, self.placements, mesh.sizes)) is None:
+                self.sums[eqn] = parts[0].outvars[0]
+                self.inside.update(parts)
 
     def scope(self, jaxpr: Jaxpr, trips: int) -> Time:
         """The time of one execution of a jaxpr that runs `trips` times."""
@@ -306,13 +317,20 @@ class _CostWalk:
         for s in (s for found in together for s in found[:-1]):
             time = times[s.eqn]
             times[s.eqn] = replace(time, **{s.kind: getattr(time, s.kind) - s.seconds})
+        self.accumulate(times)
         hidden = self.overlapped(jaxpr, times, together, trips) if self.mesh.topology.overlaps else Time()
         light = plain.union([eqn for eqn in others if self.is_light(eqn)])
-        groups = fused_groups(jaxpr, light, {eqn for eqn in others if _is_same(eqn)}, self.held)
+        groups = fused_groups(jaxpr, light - self.inside, {eqn for eqn in others if _is_same(eqn)}, self.held)
         fused = [max(memory_seconds(g.bytes, self.mesh), sum(map(self.arithmetic, g.eqns))) for g in groups]
         if self.each is not None:
             self.share_out(times, light, zip(groups, fused, strict=True), trips)
         return sum(times.values(), hidden + Time(memory=sum(fused)))
+
+    def accumulate(self, times: dict[Eqn, Time]) -> None:
+        """Let the products of a scope that add to what a loop carries read it, where that takes longer."""
+        for eqn in self.sums.keys() & times.keys():
+            least = memory_seconds(self.touched(eqn) + self.held[self.sums[eqn]], self.mesh)
+            times[eqn] += Time(memory=max(0.0, least - times[eqn].computing))
 
     def overlapped(
         self, jaxpr: Jaxpr, times: Mapping[Eqn, Time], together: Iterable[Sequence[Started]], trips: int
@@ -565,17 +583,23 @@ class _CostWalk:
 
     def nested(self, eqn: Eqn, trips: int) -> Time:
         """The time of a loop's body times its iterations (expected ones of a `while`), or of the slowest branch of a
-        `cond`."""
-        length = trips_of(eqn)
+        `cond`, or of the one that is expected to run."""
+        length, expected = trips_of(eqn), compat.is_expected(eqn)
         found: list[Time] = []
         begin, listed = len(self.collectives), [len(self.overlaps)]
         for body in bodies_of(eqn):
+            first, added = len(self.collectives), self.added
             found.append(self.scope(body, trips * length))
             listed.append(len(self.overlaps))
+            if expected:
+                last = len(found) == len(bodies_of(eqn))
+                branch: Branch = "expected" if last else "other"
+                self.collectives[first:] = [replace(c, branch=branch) for c in self.collectives[first:]]
+                self.added = self.added if last else added
         if eqn.primitive.name == "while":
             self.per_iteration(begin, length, compat.rounds_of(eqn) is None)
         if eqn.primitive.name == "cond":
-            dearest = max(range(len(found)), key=lambda k: found[k].total)
+            dearest = len(found) - 1 if expected else max(range(len(found)), key=lambda k: found[k].total)
             self.overlaps[listed[0] :] = self.overlaps[listed[dearest] : listed[dearest + 1]]
             for e in (e for k, body in enumerate(bodies_of(eqn)) if k != dearest for e in all_eqns(body)):
                 if self.each is not None and e in self.each:
@@ -609,12 +633,13 @@ def _moves(eqn: Eqn, boxing: Boxing, mesh: MeshView) -> Moves:
     aval, src, dst = eqn.invars[0].aval, eqn.params["src"], eqn.params["dst"]
     seconds: dict[CollectiveKind, float] = {}
     found: list[Collective] = []
+    there, here = (str(in_whole_axes(p, mesh)) for p in (src, dst))
     for step, price in zip(boxing.steps, boxing.prices, strict=True):
         if step.is_collective and price.bytes:  # an empty value is not sent
             kind = cast(CollectiveKind, step.kind)
             alone = (price.wire + group_of(mesh, step.axes).latency[kind]) / FEMTO
             seconds[kind] = seconds.get(kind, 0.0) + alone
-            found.append(Collective(kind, step.axes, price.bytes, 1, "", short_aval(aval), str(src), str(dst)))
+            found.append(Collective(kind, mesh.joined(step.axes), price.bytes, 1, "", short_aval(aval), there, here))
     return Moves(found, seconds)
 
 
@@ -630,12 +655,12 @@ def _inside(rule: Rule, setting: Setting, mesh: MeshView) -> Moves:
             found.append(
                 Collective(
                     s.kind,
-                    s.axes,
+                    mesh.joined(s.axes),
                     cost.bytes,
                     1,
                     "",
                     compat.short_text(s.shape, s.dtype),
-                    f"{op.name}'s pieces" if s.operand is None else str(operands[s.operand]),
+                    f"{op.name}'s pieces" if s.operand is None else str(in_whole_axes(operands[s.operand], mesh)),
                     "one another" if s.operand is None else f"{op.name}'s window",
                 )
             )
@@ -647,7 +672,7 @@ def _ring_seconds(
 ) -> RingTime:
     """Seconds of one execution of a product whose pieces go around."""
     counts = _counts(rule, eqn, placements, mesh, ring)
-    flops = rule.flops / shared_by(rule.sizes(setting.op), counts)
+    flops = rule.flops / shared_by(rule, setting.op, counts)
     atoms = (*eqn.invars, *eqn.outvars)
     held = [local_bytes(a, p, mesh.sizes) for a, p in zip(atoms, (*setting.operands, *setting.results), strict=True)]
     return RingTime(*map(float, ring_price(ring, rule, setting.op, held, flops, mesh)))
@@ -670,7 +695,7 @@ def device_flops(eqn: Eqn, rule: Rule, placements: Mapping[Var, Placement], mesh
     """Floating-point operations of a device in one execution of an operation."""
     if not rule.flops:
         return 0.0
-    return rule.flops / shared_by(rule.sizes(operation_of(eqn)), _counts(rule, eqn, placements, mesh))
+    return rule.flops / shared_by(rule, operation_of(eqn), _counts(rule, eqn, placements, mesh))
 
 
 def whole_seconds(eqn: Eqn, mesh: MeshView) -> float:

@@ -3,16 +3,20 @@ operations.
 
 A light operation is fused into its readers. So a group of them writes only what something else reads: a heavy
 operation, a collective, a loop, the caller. It reads only what no light operation made. All light operations together
-read such a value once, in equal shares.
+read such a value once, in equal shares. A sum of a product and of what a loop carries is part of the product.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import cached_property
 
 from shardc import compat
-from shardc.compat import Eqn, Jaxpr, Var
+from shardc.compat import Atom, Eqn, Jaxpr, Var
+from shardc.ir.nested import REMAT, bodies_of
+from shardc.ir.walk import ADDITIONS, reads_of
+from shardc.passes.estimate.backend import PRODUCTS
 
 PARTLY_READ = frozenset(("gather", "slice", "dynamic_slice", "box"))
 """Operations that read at most as many bytes of their first operand as they return."""
@@ -27,6 +31,57 @@ class FusedGroup:
 
     eqns: Sequence[Eqn]
     bytes: float
+
+
+def accumulations(jaxpr: Jaxpr, over: Set[str] | None) -> dict[Eqn, list[Eqn]]:
+    """The products of a jaxpr and of its bodies that only add to an input of a body, which gives a result of it, such
+    as gradients of weights that a loop adds up. By product, the sum and what rearranges the product before it: the
+    compiler makes them part of the product. `over`: `Backend.accumulates_over`."""
+    if over is None:
+        return {}
+    found, home = dict[Eqn, list[Eqn]](), _Home(jaxpr)
+    for eqn in jaxpr.eqns:
+        for body in bodies_of(eqn):
+            found |= accumulations(body, over)
+        if eqn.primitive.name not in ADDITIONS or eqn.outvars[0] not in home.results or home.reads[eqn.outvars[0]] != 1:
+            continue
+        for old, term in (eqn.invars, eqn.invars[::-1]):
+            parts = [eqn]
+            known = not compat.is_literal(old) and old in home.inputs
+            if known and (product := _product_of(term, home, parts, over)) is not None:
+                found[product] = parts
+    return found
+
+
+class _Home:
+    """The values of one jaxpr: who makes them, and how often they are read."""
+
+    def __init__(self, jaxpr: Jaxpr) -> None:
+        self.jaxpr, self.inputs, self.results = jaxpr, set(jaxpr.invars), set(compat.variables(jaxpr.outvars))
+
+    @cached_property
+    def reads(self) -> Mapping[Var, int]:
+        return reads_of(self.jaxpr.eqns, self.jaxpr.outvars)
+
+    @cached_property
+    def made(self) -> Mapping[Var, Eqn]:
+        return {v: e for e in self.jaxpr.eqns for v in e.outvars}
+
+
+def _product_of(term: Atom, home: _Home, parts: list[Eqn], over: Set[str]) -> Eqn | None:
+    """The product that nothing but `term` is made of; None if there is none. `parts` gets what rearranges it."""
+    while not compat.is_literal(term) and home.reads[term] == 1 and (maker := home.made.get(term)) is not None:
+        if maker.primitive.name in PRODUCTS:
+            return maker
+        if maker.primitive.name in REMAT:
+            (body,) = bodies_of(maker)
+            term, home = body.outvars[maker.outvars.index(term)], _Home(body)
+        elif maker.primitive.name in over:
+            parts.append(maker)
+            term = maker.invars[0]
+        else:
+            break
+    return None
 
 
 def joined(numbers: int, pairs: Iterable[tuple[int, int]]) -> list[int]:

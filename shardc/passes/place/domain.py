@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from shardc.ir.transfer import FarEnd, far_end, is_transfer
 from shardc.ir.walk import itemsize_of, operation_of, work_dtype
 from shardc.machine.mesh import MeshView
+from shardc.passes.place.chains import Chains, offer_chains
 from shardc.passes.place.problem import Node, Problem, Reader, Value, digits, first_of_alike
 from shardc.passes.place.rings import Rings, offer_rings
 from shardc.passes.place.value_tables import ValueTables
@@ -27,6 +28,7 @@ from shardc.sbp.cost import FEMTO, HIDING, LIGHT, avoided_cost, element_seconds,
 from shardc.sbp.piece import internal_steps, sent_cost
 from shardc.sbp.placement import P, Placement, ReduceOp, S, is_even
 from shardc.sbp.signature import Setting
+from shardc.sbp.sub_axes import is_whole
 from shardc.solver.cost_tables import Given, Lookup, whole
 
 GROWTH_PENALTY: Final = 1e3
@@ -129,10 +131,10 @@ class Domains(ValueTables):
         for factor, granule in (n.rule.granule if n.rule else {}).items():
             if granule and factor in form.splits:
                 allowed &= granule % form.splits[factor] == 0
-        if n.plain:
+        if n.plain or n.kind in ("source", "sink"):
             for value, table, row in zip((*n.operands, *n.results), tables, form.rows, strict=True):
                 if value is not None and table is not None and row is not None:
-                    allowed &= self._plain(n, value, table)[row]
+                    allowed &= self._at_border(n, value, table)[row]
         if not allowed.all():
             form = form.of(np.flatnonzero(allowed))
         options, orders, rows = form.options, form.orders, form.rows
@@ -141,13 +143,26 @@ class Domains(ValueTables):
         best = np.sort(_first(cheapest, [r for r in rows if r is not None]))
         rows = tuple(None if r is None else r[best] for r in rows)
         plain = Domain(options[best], orders[best], seconds[best], tables, rows)
+        if (chains := offer_chains(self, n)) is not None:
+            return self._with_chains(n, plain, chains)
         rings = offer_rings(self, n)
         return plain if rings is None else _with_rings(plain, rings)
+
+    def _with_chains(self, n: Node, d: Domain, c: Chains) -> Domain:
+        """The choices of a reshape, followed by its chains."""
+        seconds = self._seconds(n, c.options, c.orders, {}, d.tables, c.rows)
+        rows = tuple(
+            None if a is None or b is None else np.concatenate([a, b]) for a, b in zip(d.rows, c.rows, strict=True)
+        )
+        return Domain(
+            np.concatenate([d.options, c.options]), np.concatenate([d.orders, c.orders]),
+            np.concatenate([d.seconds, seconds]), d.tables, rows,
+        )  # fmt: skip
 
     def _form(self, n: Node, tables: Sequence[BoxingTable | None]) -> _Form:
         """All choices of a node, as if all sizes were divisible, without duplicates."""
         columns, values = digits(n.options, len(tables)), (*n.operands, *n.results)
-        ranks = tuple(None if v is None else (v.rank, v.op) for v in values)
+        ranks = tuple(None if v is None else (v.rank, v.op, v.unsplit) for v in values)
         key = columns.tobytes(), ranks, tuple(s.split for s in n.options), n.pin, id(n.fixed)
         if key not in self._forms:
             options, orders = self._options(n, columns)
@@ -190,11 +205,16 @@ class Domains(ValueTables):
                 found.append(self.rows_of(value, columns[options, i], orders))
         return tuple(found)
 
-    def _plain(self, n: Node, value: Value, table: BoxingTable) -> NDArray[np.bool_]:
-        """For each row of a value's table, whether a jax.Array, or a PlacedArray that is split, can have this
-        placement."""
-        fits = [not p.partial_axes and (n.uneven or is_even(value.shape, p, self.view.sizes)) for p in table.index]
-        return np.asarray(fits, np.bool_)
+    def _at_border(self, n: Node, value: Value, table: BoxingTable) -> NDArray[np.bool_]:
+        """For each row of the table of an argument's or result's value, whether it can have this placement: one on the
+        user's mesh, and if the node is plain one of a jax.Array, or of a PlacedArray that is split."""
+        found = np.ones(len(table.index), np.bool_)
+        if n.plain:
+            sizes = self.view.sizes
+            found &= [not p.partial_axes and (n.uneven or is_even(value.shape, p, sizes)) for p in table.index]
+        if self.view.cuts:
+            found &= [is_whole(p, value.shape, self.view) for p in table.index]
+        return found
 
     def _seconds(
         self, n: Node, options: NDArray[np.int64], orders: NDArray[np.intp], splits: dict[str, NDArray[np.int64]],
@@ -217,7 +237,9 @@ class Domains(ValueTables):
             flops = np.full(len(options), n.rule.flops)
             for factor, size in n.rule.sizes(operation_of(n.equation)).items():
                 if factor in splits and size:
-                    flops = flops / (size / -(-size // splits[factor]))
+                    margin = n.rule.margin.get(factor, 0) * (splits[factor] > 1)
+                    flops = flops / (size / (-(-size // splits[factor]) + margin))
+            memory += self._moved(n, tables, rows)
             cost = heavy_seconds(flops, memory, self.mesh, work_dtype(n.equation), n.rule.passes, n.rule.kind)
         else:
             cost = LIGHT * (memory / self.mesh.topology.memory_rate) + self._light_seconds(n, tables, rows)
@@ -230,13 +252,20 @@ class Domains(ValueTables):
     ) -> NDArray[np.float64] | float:  # fmt: skip
         """For each choice of a light operation its part of what takes longer in its group: vector arithmetic, or
         reading and writing memory."""
-        held = [None if t is None or r is None else t.local_bytes[r] for t, r in zip(tables, rows, strict=True)]
         if n.group not in self._computing:
-            moved = [share * size for port, share in n.traffic if (size := held[port]) is not None]
-            return np.asarray(sum(moved), np.float64) / self.mesh.topology.memory_rate
+            return self._moved(n, tables, rows) / self.mesh.topology.memory_rate
+        held = [None if t is None or r is None else t.local_bytes[r] for t, r in zip(tables, rows, strict=True)]
         each = element_seconds(n.rule.kind, self.mesh.topology) if n.rule is not None else 0.0
         elements = [h / itemsize_of(a) for h, a in zip(held, n.avals, strict=True) if h is not None]
         return each * np.max(elements, 0) if each and elements else 0.0
+
+    def _moved(
+        self, n: Node, tables: Sequence[BoxingTable | None], rows: Sequence[NDArray[np.int64] | None],
+    ) -> NDArray[np.float64]:  # fmt: skip
+        """For each choice the bytes of `n.traffic`."""
+        ports = ((tables[port], rows[port], share) for port, share in n.traffic)
+        moved = (share * t.local_bytes[r] for t, r, share in ports if t is not None and r is not None)
+        return np.asarray(sum(moved), np.float64)
 
     def _from_afar(
         self, n: Node, far: FarEnd, tables: Sequence[BoxingTable | None], rows: Sequence[NDArray[np.int64] | None],

@@ -81,10 +81,9 @@ class Tables:
     unpriced: Tables | None = None
 
     @classmethod
-    def of(cls, problem: Problem, domains: Domains, windows: Windows | None = None) -> Tables:
-        """The tables of a problem. `windows`: the computing that boxings overlap with; None: they overlap with none."""
-        windows = windows or {}
-        unary, memo = [d.seconds for d in domains.of], Memo()
+    def of(cls, problem: Problem, domains: Domains, windows: Windows, memo: Memo) -> Tables:
+        """The tables of a problem. `windows`: the computing that boxings overlap with."""
+        unary = [d.seconds for d in domains.of]
         pairwise: dict[tuple[int, int], Given] = {}
         for value in (v for n in problem.nodes for v in n.results):
             for reader in value.readers:
@@ -173,6 +172,11 @@ class Tables:
             found = min(replace(found, values=values, cost=cost), found, key=lambda a: a.cost)
         return found if together is None else replace(found, bound=-math.inf)
 
+    def near(self, start: Sequence[int]) -> list[int]:
+        """The best choices that a search from `start` finds until they are settled. Nothing is proved: repeated layers
+        get the same placements."""
+        return self.minimize(start, close=SETTLED, together=self.together).values
+
     def move(
         self, start: Sequence[int], sweeps: int = SWEEPS, among: Callable[[Sequence[Index]], Tables] | None = None
     ) -> list[int]:
@@ -205,7 +209,7 @@ class Placer:
     def __init__(self, problem: Problem, mesh: MeshView) -> None:
         self.problem, self.mesh = problem, mesh
         self.domains = Domains(problem, mesh, [a for a, n in mesh.axes if n > 1])
-        self.tables = Tables.of(problem, self.domains)
+        self.tables = Tables.of(problem, self.domains, {}, Memo())
 
     def overlapping(self, found: Assignment) -> Tables:
         """The tables in which each boxing costs only what does not overlap with computing, beside a solution that says
@@ -223,7 +227,8 @@ class Placer:
 
         share = self.mesh.topology.most_hidden
         windows = OverlapWindows.of(self.problem, computing, sending)
-        return Tables.of(self.problem, domains, {edge: share * seconds for edge, seconds in windows.items()})
+        windows = {edge: share * seconds for edge, seconds in windows.items()}
+        return Tables.of(self.problem, domains, windows, self.tables.memo)
 
     def least_seconds(self, bound: float, cost: float, seconds: float) -> float:
         """A lower bound of the seconds of all plans but for their launch.

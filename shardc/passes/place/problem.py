@@ -28,10 +28,12 @@ from shardc.ir.transfer import is_transfer
 from shardc.ir.user_shard_map import is_unit, unit_placements, unit_signatures, whole_signature
 from shardc.ir.walk import itemsize_of, operation_of
 from shardc.machine.mesh import MeshView
-from shardc.passes.estimate.traffic import PARTLY_READ, UPDATED_OPERAND, joined
+from shardc.passes.estimate.backend import backend_of
+from shardc.passes.estimate.traffic import PARTLY_READ, UPDATED_OPERAND, accumulations, joined
 from shardc.sbp import rules as _rules
 from shardc.sbp.placement import SBP, B, P, Pin, Placement, ReduceOp, S
 from shardc.sbp.signature import Operation, Rule, Signature, find_rule, gathered, signatures
+from shardc.sbp.sub_axes import pin_in_sub_axes
 from shardc.solver.kernels.numpy_kernels import kinds
 
 del _rules  # importing it has registered its rules
@@ -54,6 +56,8 @@ class Value:
     late: bool = False
     """Made once in a call, and no heavy operation depends on it: its collectives can start with those of others."""
     readers: list[Reader] = field(default_factory=list["Reader"])
+    unsplit: frozenset[int] = frozenset()
+    """Dimensions that are never split, because enough others behave like them (`shardc.passes.place.alike_dims`)."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -92,8 +96,9 @@ class Node:
       uneven: an uneven split is allowed although the node is plain, because a pin could ask for it.
       eqn: the equation.
       traffic: for a light operation, the ports whose values it reads from memory or writes to memory, and the share of
-        each.
+        each; for a product that only adds to what a loop carries, its result, which it reads too.
       group: for a light operation, a number that those which are fused with it have too.
+      inside: whether it is part of a product (`accumulations`), and not of a group.
     """
 
     kind: str
@@ -111,6 +116,7 @@ class Node:
     number: int = -1
     traffic: tuple[tuple[int, float], ...] = ()
     group: int = -1
+    inside: bool = False
 
     @property
     def equation(self) -> Eqn:
@@ -122,6 +128,11 @@ class Node:
     def is_light(self) -> bool:
         """Whether it is an operation that is bound by memory bandwidth, and that XLA fuses with others like it."""
         return self.kind == "operation" and self.fixed is None and self.rule is not None and not self.rule.is_heavy
+
+    @property
+    def is_grouped(self) -> bool:
+        """Whether it is a light operation that moves the bytes of its group."""
+        return self.is_light and not self.inside
 
     @property
     def avals(self) -> list[Any]:
@@ -247,8 +258,8 @@ class Carried:
 class Builder:
     """The walk over a canonical program that builds its problem."""
 
-    def __init__(self, idle: Sequence[str]) -> None:
-        self.idle = idle
+    def __init__(self, mesh: MeshView | None) -> None:
+        self.mesh, self.idle = mesh, () if mesh is None else mesh.idle
         self.nodes: list[Node] = []
         self.values: dict[Var, Value] = {}
         self._offered: dict[Hashable, _Offered] = {}
@@ -269,6 +280,7 @@ class Builder:
         """A node with one sbp for all ports and no cost of its own. `outs`: aval and weight of each result."""
         aval, op = carried.aval, carried.op
         pin = None if carried.pin is None else carried.pin.without(self.idle)
+        pin = pin if pin is None or self.mesh is None else pin_in_sub_axes(pin, self.mesh)
         pinned = tuple(pin.placement.splits) if pin is not None else ()
         ports = ((carried.shift_in,) * len(operands), (carried.shift_out,) * len(outs))
         options = _same(*ports, tuple(aval.shape), _summable(aval.dtype, op), op, pinned)
@@ -354,11 +366,12 @@ class Builder:
             made = [self.entry([v], Carried(out.aval), [(out.aval, weight)], weight) for v, out in both]
             return Nested(made, [], made, [], bodies)
         inner, last, scopes = weight * bodies[0].trips, bodies[-1], list[Scope]()
+        insides = [weight * b.runs for b in bodies]
         takers = [[(b, b.operands.index(n)) for b in bodies if n in b.operands] for n in range(len(operands))]
         entries = [self.entered(eqn, v, mine, weight) for v, mine in zip(operands, takers, strict=True)]
-        for body in bodies:
+        for body, inside in zip(bodies, insides, strict=True):
             inputs = [entries[n].results[takers[n].index((body, i))] for i, n in enumerate(body.operands)]
-            scopes.append(self.build(body.jaxpr, dict(zip(body.jaxpr.invars, inputs, strict=True)), inner))
+            scopes.append(self.build(body.jaxpr, dict(zip(body.jaxpr.invars, inputs, strict=True)), inside))
             if body.decides:
                 self.whole(scopes[-1].outputs[0], inner)
         exits: list[Node] = []
@@ -369,7 +382,7 @@ class Builder:
                 node.operands[1] = values[0]
                 self.read(values[0], node, 1, inner)
             else:
-                node = self.exit(values, last.jaxpr.outvars[j].aval, out.aval, weight, inner)
+                node = self.exit(values, last.jaxpr.outvars[j].aval, out.aval, weight, insides[-len(values) :])
             exits.append(node)
         returns = [[(exits[j], 1 if j < body.carries else k) for j in body.results] for k, body in enumerate(bodies)]
         return Nested(entries, scopes, exits, returns, bodies)
@@ -382,7 +395,7 @@ class Builder:
             self.read(value, node, 0, weight)
             return node
         body, i = takers[-1]
-        outs = [(b.jaxpr.invars[i].aval, weight * b.trips) for b, i in takers]
+        outs = [(b.jaxpr.invars[i].aval, weight * b.runs) for b, i in takers]
         aval, row, is_carry = outs[-1][0], i >= body.rows_at, body.fixed <= i < body.rows_at
         return self.entry(
             [value, None] if is_carry else [value], Carried(aval, shift_in=int(row)),
@@ -399,11 +412,12 @@ class Builder:
         self.read(operands[0], node, 0, weight, small)
         return node
 
-    def exit(self, inner: Sequence[Value | None], aval: Any, out: Any, weight: float, inside: float) -> Node:
-        """The carrier of one result of a nested equation; `aval` is its type inside the body."""
+    def exit(self, inner: Sequence[Value | None], aval: Any, out: Any, weight: float, insides: Sequence[float]) -> Node:
+        """The carrier of one result of a nested equation; `aval` is its type inside the body. `insides`: executions of
+        the bodies."""
         stacked = len(out.shape) > len(aval.shape)
         node = self.carrier("carrier", Carried(aval, shift_out=int(stacked)), list(inner), [(out, weight)])
-        for port, value in enumerate(inner):
+        for port, (value, inside) in enumerate(zip(inner, insides, strict=True)):
             self.read(value, node, port, inside)
         node.results[0].stacked = stacked
         return node
@@ -471,13 +485,13 @@ def build_problem(
     outputs: Sequence[Requirement],
     in_paths: Sequence[str],
     out_paths: Sequence[str],
-    idle: Sequence[str] = (),
+    mesh: MeshView | None = None,
 ) -> Problem:
     """The problem of a canonical jaxpr under requirements on its arguments and results.
 
-    Every pin and every user's shard_map becomes a node here, and loses the mesh's `idle` axes.
+    Every pin and every user's shard_map becomes a node here, and loses the mesh's idle axes; pins are of its sub-axes.
     """
-    b = Builder(idle)
+    b = Builder(mesh)
     sources: list[Node] = []
     for var, asked, path in zip(jaxpr.invars, inputs, in_paths, strict=True):
         node = b.carrier("source", Carried(var.aval, pin=asked.pin), [None], [(var.aval, 1.0)])
@@ -500,6 +514,8 @@ def build_problem(
         b.read(value, node, 0, 1.0)
         sinks.append(node)
     _keep_sums_apart(b)
+    if mesh is not None:
+        _join_sums(accumulations(jaxpr, backend_of(mesh.topology.backend).accumulates_over), b)
     for value in [v for n in b.nodes for v in n.results]:
         _add_traffic(value)
     _join_fused(b)
@@ -544,6 +560,15 @@ def _keep_sums_apart(b: Builder) -> None:
                 reader.node.operands[reader.port] = between.results[0]
 
 
+def _join_sums(found: Mapping[Eqn, Sequence[Eqn]], b: Builder) -> None:
+    """Make sums part of the products that add to what a loop carries."""
+    nodes = {n.eqn: n for n in b.nodes if n.eqn is not None} if found else {}
+    for eqn, parts in found.items():
+        nodes[eqn].traffic = ((len(eqn.invars), 1.0),)
+        for part in parts:
+            nodes[part].inside = True
+
+
 def _add_traffic(value: Value) -> None:
     """Add a value to the memory traffic of the light operations that move its bytes after fusion (`fused_bytes` counts
     it later). A light maker writes the value if another kind of operation reads it. If another kind of operation made
@@ -552,8 +577,8 @@ def _add_traffic(value: Value) -> None:
     if _says_where(maker):
         return
     readers = list(_readers(value)) if any(r.node.kind == "carrier" for r in value.readers) else value.readers
-    light = [r for r in readers if r.node.is_light]
-    if not maker.is_light:
+    light = [r for r in readers if r.node.is_grouped]
+    if not maker.is_grouped:
         for r in light:
             name, port = _name(r.node), r.port
             if port == 0 and name in PARTLY_READ:
@@ -567,10 +592,10 @@ def _add_traffic(value: Value) -> None:
 
 def _join_fused(b: Builder) -> None:
     """Set `group` of each light operation, as `fused_groups` joins them."""
-    values = (v for n in b.nodes if n.is_light for v in n.results)
-    pairs = ((v.maker.number, r.node.number) for v in values for r in _readers(v) if r.node.is_light)
+    values = (v for n in b.nodes if n.is_grouped for v in n.results)
+    pairs = ((v.maker.number, r.node.number) for v in values for r in _readers(v) if r.node.is_grouped)
     for n, group in zip(b.nodes, joined(len(b.nodes), pairs), strict=True):
-        n.group = group if n.is_light else -1
+        n.group = group if n.is_grouped else -1
 
 
 def _readers(value: Value) -> Iterator[Reader]:

@@ -49,7 +49,7 @@ def offer_rings(domains: ValueTables, n: Node) -> Rings | None:
     if n.kind != "operation" or n.rule is None or n.rule.terms is None or not domains.mesh.topology.overlap("ring"):
         return None
     values = [v for v in (*n.operands, *n.results) if v is not None]
-    rings = ring_signatures(n.rule, operation_of(n.equation))
+    rings = [s for s in ring_signatures(n.rule, operation_of(n.equation)) if _is_offered(s, (*n.operands, *n.results))]
     axes = [
         k for k, axis in enumerate(domains.axes)
         if 1 < domains.sizes[k] <= MOST_DEVICES and not avoided_cost("permute", (axis,), domains.view)
@@ -59,6 +59,11 @@ def offer_rings(domains: ValueTables, n: Node) -> Rings | None:
     offer = _RingOffer(domains, n, values, (*n.options, *rings))
     found = offer.of([(k, len(n.options) + r) for k in axes for r in range(len(rings))])
     return found if len(found.seconds) else None
+
+
+def _is_offered(s: Signature, values: Sequence[Value | None]) -> bool:
+    sbps = zip((*s.operands, *s.results), values, strict=True)
+    return not any(isinstance(sbp, S) and v is not None and sbp.dim in v.unsplit for sbp, v in sbps)
 
 
 def _is_heavy(domains: ValueTables, n: Node) -> bool:
@@ -139,5 +144,7 @@ class _RingOffer:
             plain = self.domains.rows_of(self.values[port], columns[options[some]], orders[some])
             boxing[some] = table.seconds[(plain, around) if ring.operand is None else (around, plain)]
             memory[some] += table.local_bytes[plain] - held[port][some]
+        for port, share in self.node.traffic:  # a result in pieces is read again, and added by itself
+            found += 3 * share * held[port] / mesh.topology.memory_rate
         whole = boxing + heavy_seconds(flops, memory, mesh, work_dtype(self.node.equation), kind=self.rule.kind)
         return found, moving, whole - found - np.maximum(LEAST_SECONDS, LEAST_SHARE * whole)

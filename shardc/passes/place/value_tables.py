@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from shardc.ir.walk import itemsize_of
 from shardc.machine.mesh import MeshView
 from shardc.passes.place.problem import Problem, Value, digit_of
-from shardc.sbp.boxing import BoxingTable, all_placements, boxing_table
+from shardc.sbp.boxing import BoxingTable, all_placements, table_of_some
 from shardc.sbp.placement import ReduceOp
 from shardc.sbp.signature import Signature
 
@@ -60,15 +60,20 @@ class ValueTables:
         self.problem, self.mesh, self.axes = problem, mesh, tuple(axes)
         self.sizes = [mesh.sizes[a] for a in self.axes]
         self.all_orders = _permutations(len(self.axes))
-        self.view = MeshView(tuple(zip(self.axes, self.sizes, strict=True)), mesh.topology, avoids=mesh.avoids)
-        self._tables: dict[tuple[int, ReduceOp, bool], tuple[BoxingTable, Any]] = {}  # by id of avals, kept alive
+        cuts = tuple(cut for cut in mesh.cuts if set(cut[1]) <= set(self.axes))
+        self.view = MeshView(
+            tuple(zip(self.axes, self.sizes, strict=True)), mesh.topology, avoids=mesh.avoids, cuts=cuts
+        )
+        self._tables: dict[
+            tuple[int, ReduceOp, bool, frozenset[int]], tuple[BoxingTable, Any]
+        ] = {}  # by id of avals, kept alive
 
     def table(self, value: Value) -> BoxingTable:
-        key = (id(value.aval), value.op, value.late)
+        key = (id(value.aval), value.op, value.late, value.unsplit)
         found = self._tables.get(key)
         if found is None:
             view = self.problem.view_for(value, self.view)
-            table = boxing_table(value.shape, itemsize_of(value.aval), view, value.op)
+            table = table_of_some(value.shape, itemsize_of(value.aval), view, value.op, value.unsplit)
             found = self._tables[key] = table, value.aval
         return found[0]
 
@@ -83,8 +88,11 @@ class ValueTables:
     def rows_of(self, value: Value, sbps: NDArray[np.int64], orders: NDArray[np.intp]) -> NDArray[np.int64]:
         """The rows of placements in a value's table. `sbps`: (placements, axes) the sbp on each axis, coded as in
         `digits`; `orders`: (placements,) indices into `all_orders`."""
-        codes = sbps @ (value.rank + 2) ** np.arange(len(self.axes))
-        return _by_code(value.rank, self.axes, value.op)[orders, codes]
+        rank = value.rank - len(value.unsplit)
+        if value.unsplit:
+            split = [d + 2 for d in range(value.rank) if d not in value.unsplit]
+            sbps = np.searchsorted([0, 1, *split], sbps)
+        return _by_code(rank, self.axes, value.op)[orders, sbps @ (rank + 2) ** np.arange(len(self.axes))]
 
     def splits(self, signatures: Sequence[Signature], options: NDArray[np.int64]) -> dict[str, NDArray[np.int64]]:
         """For each factor (choices,) the number of devices that split it."""

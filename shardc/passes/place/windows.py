@@ -8,12 +8,12 @@ which computing it runs beside, and which is left for another one. Then the sear
 
 from __future__ import annotations
 
-import heapq
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from shardc.passes.estimate.overlap import sent_beside
 from shardc.passes.place.problem import Nested, Node, Problem, Reader, Scope, Value
 
 Edge: TypeAlias = tuple[int, int, int]
@@ -55,6 +55,7 @@ class OverlapWindows:
         steps: list[tuple[Sequence[Value | None], Sequence[Value], Sequence[Node], int | None]] = []
         for item in scope.nodes:
             operands, results, nodes = _parts(item)
+            operands = [v if v is None or id(v) in made else v.maker.operands[0] for v in operands]  # not a partial max
             seconds = self.nested(item) if isinstance(item, Nested) else _heavy_seconds(item, self.computing)
             begin = max((made[id(v)] for v in operands if v is not None), default=0)
             steps.append((operands, results, nodes, len(computed) if seconds > 0 else None))
@@ -81,7 +82,7 @@ class OverlapWindows:
 
     def nested(self, item: Nested) -> float:
         bodies = zip(item.scopes, item.bodies, strict=True)
-        return sum(body.trips * self.scope(scope) for scope, body in bodies)
+        return sum(body.runs * self.scope(scope) for scope, body in bodies)
 
 
 def free_seconds(edges: Sequence[tuple[int, int, float]], computed: Sequence[float]) -> list[float]:
@@ -91,24 +92,11 @@ def free_seconds(edges: Sequence[tuple[int, int, float]], computed: Sequence[flo
       edges: of each the first step, the one behind the last, and its seconds.
       computed: the seconds of each step.
     """
-    ready: list[list[tuple[int, int]]] = [[] for _ in range(len(computed) + 1)]
-    for k, (begin, end, seconds) in enumerate(edges):
-        if seconds > 0 and begin < end:
-            ready[begin].append((end, k))
-    left, waiting, idle = [seconds for _, _, seconds in edges], list[tuple[int, int]](), [0.0]
-    for now, seconds in enumerate(computed):
-        for one in ready[now]:
-            heapq.heappush(waiting, one)
-        while waiting and seconds > 0:
-            end, k = waiting[0]
-            sent = min(left[k], seconds) if end > now else 0.0
-            left[k], seconds = left[k] - sent, seconds - sent
-            if end <= now or not left[k]:
-                heapq.heappop(waiting)
-        idle.append(idle[-1] + seconds)
+    sent, idle = sent_beside(edges, computed)
+    before = [0.0, *itertools.accumulate(idle)]
     return [
-        seconds - rest + max(0.0, idle[end] - idle[begin])
-        for (begin, end, seconds), rest in zip(edges, left, strict=True)
+        sum(mine.values()) + max(0.0, before[end] - before[begin])
+        for mine, (begin, end, _) in zip(sent, edges, strict=True)
     ]
 
 

@@ -22,7 +22,7 @@ from typing import Final, TypeAlias
 from shardc import compat
 from shardc.compat import Atom, Eqn, Jaxpr, Var
 from shardc.ir.loop import Loop
-from shardc.ir.nested import NESTED, bodies_of, parted, trips_of, with_bodies
+from shardc.ir.nested import NESTED, bodies_of, in_bodies, parted, trips_of
 from shardc.ir.walk import renamed, with_atoms
 from shardc.passes.trace.canonicalize import with_own_bodies
 
@@ -175,8 +175,7 @@ def recompute_residuals(
         return compat.new_jaxpr(body.invars, body.outvars, list(map(equation, body.eqns)), body)
 
     def equation(eqn: Eqn) -> Eqn:
-        if bodies_of(eqn):
-            eqn = eqn.replace(params=with_bodies(eqn, list(map(scope, bodies_of(eqn)))))
+        eqn = in_bodies(eqn, scope)
         if eqn.primitive.name == "scan":
             if any(a in makers for a in eqn.invars if not compat.is_literal(a)):
                 eqn = _RecomputingLoop(eqn, makers, lambda stack: slices[makers[stack]], variables).run()

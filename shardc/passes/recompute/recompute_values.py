@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from shardc import compat
 from shardc.compat import Atom, Eqn, Jaxpr, Var
 from shardc.ir.box import Boxed, box_p
-from shardc.ir.nested import bodies_of, with_bodies
+from shardc.ir.nested import in_bodies
 from shardc.ir.walk import with_atoms
 from shardc.machine.mesh import MeshView
 from shardc.passes.estimate.backend import Backend, FusionKind, kind_of
@@ -231,10 +231,7 @@ def recompute_values(jaxpr: Jaxpr, choice: Mapping[Var, Var]) -> tuple[Jaxpr, di
 
     def scope(body: Jaxpr) -> Jaxpr:
         mine = {v: choice[v] for e in body.eqns for v in e.outvars if v in choice}
-        inside = [
-            eqn.replace(params=with_bodies(eqn, list(map(scope, bodies_of(eqn))))) if bodies_of(eqn) else eqn
-            for eqn in body.eqns
-        ]
+        inside = [in_bodies(eqn, scope) for eqn in body.eqns]
         if not mine:
             return compat.new_jaxpr(body.invars, body.outvars, inside, body)
         return _Recomputer(body, inside, mine, copied).run()

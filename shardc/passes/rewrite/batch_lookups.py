@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from shardc import compat
 from shardc.compat import Atom, Eqn, Jaxpr, Var
 from shardc.ir.eqns import full_eqn
-from shardc.ir.nested import bodies_of, nested_bodies, with_bodies
+from shardc.ir.nested import in_bodies, nested_bodies
 from shardc.ir.program import Program
 from shardc.passes import Context
 
@@ -60,12 +60,10 @@ class _Batcher:
     def run(self, jaxpr: Jaxpr) -> Jaxpr:
         eqns: list[Eqn] = []
         for eqn in jaxpr.eqns:
-            if bodies := bodies_of(eqn):
-                for body in nested_bodies(eqn):
+            if bodies := nested_bodies(eqn):
+                for body in bodies:
                     self.outer |= dict(body.unchanged(eqn))
-                changed = [self.run(b) for b in bodies]
-                if any(new is not old for new, old in zip(changed, bodies, strict=True)):
-                    eqn = eqn.replace(params=with_bodies(eqn, changed))
+                eqn = in_bodies(eqn, self.run)
             elif eqn.primitive.name == "gather" or eqn.primitive.name.startswith("scatter"):
                 eqns += (found := self.batched(eqn))[:-1]
                 eqn = found[-1]

@@ -24,7 +24,7 @@ from jax.extend.core import primitives
 from shardc import compat
 from shardc.compat import Atom, Eqn, Jaxpr, Var
 from shardc.ir.constrain import pin_of
-from shardc.ir.nested import bodies_of, with_bodies
+from shardc.ir.nested import in_bodies
 from shardc.ir.program import Program
 from shardc.ir.walk import all_eqns, renamed, with_atoms
 from shardc.passes import Context
@@ -66,8 +66,7 @@ class _Chainer:
                 found, (names[eqn.outvars[0]],) = self.chain(eqn)
                 eqns += found
                 continue
-            if bodies := bodies_of(eqn):
-                eqn = eqn.replace(params=with_bodies(eqn, list(map(self.run, bodies))))
+            eqn = in_bodies(eqn, self.run)
             self.pass_on(eqn)
             eqns.append(eqn)
         outvars = renamed(jaxpr.outvars, names)

@@ -19,7 +19,7 @@ from shardc.compat import Eqn, Jaxpr
 from shardc.errors import PlacementError, all_offenders
 from shardc.ir.constrain import pin_of
 from shardc.ir.host_callback import runs_once
-from shardc.ir.nested import NESTED, bodies_of, with_bodies
+from shardc.ir.nested import NESTED, in_bodies
 from shardc.ir.program import Program
 from shardc.ir.transfer import is_transfer
 from shardc.ir.user_shard_map import is_unit
@@ -82,8 +82,7 @@ def _fixed(jaxpr: Jaxpr, grain: int) -> Jaxpr:
 
 def _fixed_eqn(eqn: Eqn, grain: int) -> Eqn:
     if eqn.primitive.name in NESTED:
-        bodies = [_fixed(b, grain) for b in bodies_of(eqn)]
-        return eqn.replace(params=with_bodies(eqn, bodies)) if bodies else eqn
+        return in_bodies(eqn, lambda body: _fixed(body, grain))
     if not _rounds(eqn):
         return eqn
     return eqn.replace(primitive=in_order_p, params={**eqn.params, "of": eqn.primitive, "grain": grain})

@@ -18,7 +18,7 @@ from jax import lax
 from shardc import compat
 from shardc.compat import Atom, Eqn, Jaxpr, Var
 from shardc.ir.loop import Loop
-from shardc.ir.nested import bodies_of, with_bodies
+from shardc.ir.nested import in_bodies
 from shardc.ir.walk import reads_of, renamed, with_atoms
 from shardc.sbp.signature import family_of
 
@@ -33,7 +33,7 @@ def fold_reversals(jaxpr: Jaxpr) -> Jaxpr:
 
 def _folded_in(jaxpr: Jaxpr) -> Jaxpr:
     """The jaxpr without these pairs; equations that nobody reads any more are still in it."""
-    eqns = [_with_folded_bodies(e) for e in jaxpr.eqns]
+    eqns = [in_bodies(e, _folded_in) for e in jaxpr.eqns]
     names = dict[Var, Atom]()
     if any(e.primitive.name == "rev" for e in eqns):
         eqns = _scans_turned(eqns, jaxpr.outvars)
@@ -41,13 +41,6 @@ def _folded_in(jaxpr: Jaxpr) -> Jaxpr:
     if not names and len(eqns) == len(jaxpr.eqns) and all(a is b for a, b in zip(eqns, jaxpr.eqns, strict=True)):
         return jaxpr
     return compat.new_jaxpr(jaxpr.invars, renamed(jaxpr.outvars, names), eqns, jaxpr)
-
-
-def _with_folded_bodies(eqn: Eqn) -> Eqn:
-    bodies = bodies_of(eqn)
-    folded = [_folded_in(b) for b in bodies]
-    same = all(new is old for new, old in zip(folded, bodies, strict=True))
-    return eqn if same else eqn.replace(params=with_bodies(eqn, folded))
 
 
 def _without_pairs(eqns: list[Eqn], results: Sequence[Atom], names: dict[Var, Atom]) -> list[Eqn]:

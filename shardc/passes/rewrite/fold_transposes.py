@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from shardc import compat
 from shardc.compat import Eqn, Jaxpr, Var
-from shardc.ir.nested import bodies_of, with_bodies
+from shardc.ir.nested import in_bodies
 
 
 def fold_transposes(jaxpr: Jaxpr) -> Jaxpr:
@@ -21,7 +21,7 @@ def fold_transposes(jaxpr: Jaxpr) -> Jaxpr:
 
 def _folded_in(jaxpr: Jaxpr) -> Jaxpr:
     """The jaxpr with folded transposes, which nobody reads any more."""
-    eqns = [_with_folded_bodies(e) for e in jaxpr.eqns]
+    eqns = [in_bodies(e, _folded_in) for e in jaxpr.eqns]
     readers: dict[Var, list[int]] = {}
     for n, eqn in enumerate(eqns):
         for v in compat.variables(eqn.invars):
@@ -41,13 +41,6 @@ def _folded_in(jaxpr: Jaxpr) -> Jaxpr:
     if all(new is old for new, old in zip(eqns, jaxpr.eqns, strict=True)):
         return jaxpr
     return compat.new_jaxpr(jaxpr.invars, jaxpr.outvars, eqns, jaxpr)
-
-
-def _with_folded_bodies(eqn: Eqn) -> Eqn:
-    bodies = bodies_of(eqn)
-    folded = [_folded_in(b) for b in bodies]
-    same = all(new is old for new, old in zip(folded, bodies, strict=True))
-    return eqn if same else eqn.replace(params=with_bodies(eqn, folded))
 
 
 def _folded(eqn: Eqn, transpose: Eqn) -> Eqn | None:

@@ -16,7 +16,7 @@ import numpy as np
 
 from shardc import compat
 from shardc.compat import Atom, Eqn, Jaxpr, Var
-from shardc.ir.nested import bodies_of, with_bodies
+from shardc.ir.nested import in_bodies
 from shardc.ir.walk import renamed, with_atoms
 from shardc.sbp.signature import family_of
 
@@ -36,7 +36,7 @@ def _shared_in(jaxpr: Jaxpr) -> Jaxpr:
     names: dict[Var, Atom] = {}  # those of them that are left out
     eqns: list[Eqn] = []
     for old in jaxpr.eqns:
-        eqn = _with_shared_bodies(with_atoms(old, names))
+        eqn = in_bodies(with_atoms(old, names), _shared_in)
         key = _key(eqn, equal)
         same = eqn if key is None else first.setdefault(key, eqn)
         if same is not eqn:
@@ -48,13 +48,6 @@ def _shared_in(jaxpr: Jaxpr) -> Jaxpr:
     if all(new is old for new, old in zip(eqns, jaxpr.eqns, strict=False)) and len(eqns) == len(jaxpr.eqns):
         return jaxpr
     return compat.new_jaxpr(jaxpr.invars, renamed(jaxpr.outvars, names), eqns, jaxpr)
-
-
-def _with_shared_bodies(eqn: Eqn) -> Eqn:
-    bodies = bodies_of(eqn)
-    shared = [_shared_in(b) for b in bodies]
-    same = all(new is old for new, old in zip(shared, bodies, strict=True))
-    return eqn if same else eqn.replace(params=with_bodies(eqn, shared))
 
 
 def _is_shared(eqn: Eqn) -> bool:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ from shardc.ir.boundary import MARKS
 from shardc.ir.constrain import pin_of
 from shardc.ir.host_callback import runs_once
 from shardc.ir.loop import Loop
-from shardc.ir.nested import NESTED, bodies_of, nested_bodies, parted, with_bodies
+from shardc.ir.nested import NESTED, bodies_of, in_bodies, nested_bodies, parted
 from shardc.ir.program import Program
 from shardc.ir.transfer import is_transfer
 from shardc.ir.user_shard_map import is_unit
@@ -87,6 +87,17 @@ def _shared_among(program: Program, context: Context, known: Sequence[int] | Non
     return replace(program.after("share_loops", jaxpr), shared=tuple(sharer.found))
 
 
+AxesOf: TypeAlias = Callable[[Var, int], tuple[str, ...]]
+"""The axes that split a dimension of a value, by the pins of the values that it comes from; the first is the outer."""
+
+
+def axes_along(program: Program, pins: Sequence[Pin | None], mesh: MeshView) -> AxesOf:
+    """`_Sharer.axes_of` for the values of a whole program, nested ones too."""
+    sharer = _Sharer(dict(zip(program.jaxpr.invars, pins, strict=False)), mesh, (), None)
+    sharer.note(program.jaxpr.eqns)
+    return sharer.axes_of
+
+
 def devices_along(program: Program, pins: Sequence[Pin | None], mesh: MeshView) -> DevicesOf:
     """`_Sharer.devices_of` for the values of a whole program, nested ones too."""
     sharer = _Sharer(dict(zip(program.jaxpr.invars, pins, strict=False)), mesh, (), None)
@@ -117,15 +128,10 @@ class _Sharer:
         names: dict[Var, Atom] = {}
         changed = False
         for old in jaxpr.eqns:
-            eqn = old
-            if names:
-                eqn = with_atoms(eqn, names)
-            if bodies := bodies_of(eqn):
-                self.outer |= _seen_inside(eqn)
-                new = [self.run(b) for b in bodies]
-                if any(a is not b for a, b in zip(new, bodies, strict=True)):
-                    eqn = eqn.replace(params=with_bodies(eqn, new))
-                    changed = True
+            outer = with_atoms(old, names)
+            self.outer |= _seen_inside(outer) if bodies_of(outer) else {}
+            eqn = in_bodies(outer, self.run)
+            changed |= eqn is not outer
             shared = self.shared(eqn)
             if shared is None:
                 self.made |= {v: (eqn, i) for i, v in enumerate(eqn.outvars)}
@@ -166,13 +172,17 @@ class _Sharer:
         return None if n == 1 else inlined_eqns(_shared(loop, carries, n), eqn.invars, eqn, self.replicate)
 
     def devices_of(self, rows: Var, along: int = 0, seen: set[tuple[Var, int]] | None = None) -> int:
-        """The number of devices that split a dimension of a value, by the pins of the values that it comes from.
+        """The number of devices that split a dimension of a value: those of `axes_of`."""
+        return math.prod(self.sizes[a] for a in self.axes_of(rows, along, seen))
+
+    def axes_of(self, rows: Var, along: int = 0, seen: set[tuple[Var, int]] | None = None) -> tuple[str, ...]:
+        """The axes that split a dimension of a value, by the pins of the values that it comes from.
 
         `seen` has dimensions of values that no pin splits, and gets those that this walk looks at.
         """
         seen = set() if seen is None else seen
         if (rows, along) in seen:
-            return 1
+            return ()
         todo = [(rows, along)]
         seen.add((rows, along))
         while todo:
@@ -183,18 +193,19 @@ class _Sharer:
             else:
                 eqn, port = self.made.get(v, (None, 0))
                 pin = self.pins.get(v) if eqn is None else pin_of(eqn)
-                if pin is not None and (n := self.devices_by(pin, dim)) > 1:
-                    return n
+                if pin is not None and (axes := self.axes_by(pin, dim)):
+                    return axes
                 origins = () if eqn is None or pin is not None else _origins(eqn, port, dim)
             for atom, d in origins:
                 if not compat.is_literal(atom) and (atom, d) not in seen:
                     seen.add((atom, d))
                     todo.append((atom, d))
-        return 1
+        return ()
 
-    def devices_by(self, pin: Pin, dim: int) -> int:
-        """The number of devices that split a dimension, by a pin."""
-        return math.prod(self.sizes[a] for a in pin.placement.axes_of(dim) if pin.fixed is None or a in pin.fixed)
+    def axes_by(self, pin: Pin, dim: int) -> tuple[str, ...]:
+        """The axes of several devices that split a dimension, by a pin."""
+        fixed = (a for a in pin.placement.axes_of(dim) if pin.fixed is None or a in pin.fixed)
+        return tuple(a for a in fixed if self.sizes[a] > 1)
 
 
 def _origins(eqn: Eqn, port: int, dim: int) -> Iterator[tuple[Atom, int]]:

@@ -22,7 +22,7 @@ def mesh_data(name: str, mesh: MeshView) -> dict[str, Any]:
     devices = (
         devices_text(mesh.topology, mesh.size) if whole else number_text(mesh.size, f"{mesh.topology.kind} device")
     )
-    return {"name": name, "axes": list(mesh.axes), "devices": devices}
+    return {"name": name, "axes": list(mesh.whole_axes), "devices": devices}
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ def refuse_planned(plan: PlanView, forbidden: Forbidden, where: str) -> None:
     """
     rows: list[tuple[Key, str, Collective]] = [
         ((c.kind, c.axes, c.value, c.src, c.dst), c.source or "an argument or result", c)
-        for _, c in plan.moves if is_forbidden(forbidden, c.kind, c.axes)
+        for _, c in plan.moves if is_forbidden(forbidden, c.kind, plan.mesh.whole_names(c.axes))
     ]  # fmt: skip
     if not rows:
         return
@@ -73,7 +73,7 @@ def _compiled_line(c: FoundCollective) -> str:
 
 
 def _moves(plan: SpmdPlan, forbidden: Forbidden) -> bool:
-    return any(is_forbidden(forbidden, c.kind, c.axes) for _, c in plan.moves)
+    return any(is_forbidden(forbidden, c.kind, plan.mesh.whole_names(c.axes)) for _, c in plan.moves)
 
 
 def _asking_pins(plan: SpmdPlan, forbidden: Forbidden) -> str:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from threading import Lock
-from time import monotonic
+from time import monotonic, perf_counter
 from typing import Any
 
 
@@ -15,12 +16,18 @@ class LoopStatus:
     other is called. The number of steps goes back only when a loop begins, and a figure stays until that of a later
     step is known. Nobody waits for a device.
 
+    Args:
+      note: called with a text for each step that is known to be done.
+
     Attributes:
       facts: `step` (how many are done), `loss`, `tokens` (a second), `saved` (the last checkpoint), as far as known.
+      steps: the first and the last number of steps that was seen in this loop, each with a time of `perf_counter`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, note: Callable[[str], object] = lambda text: None) -> None:
         self.facts: dict[str, float] = {}
+        self.steps: list[tuple[int, float]] = []
+        self._note = note
         self._lock = Lock()
         self._start = 0
         self._newest: dict[str, int] = {}
@@ -37,6 +44,7 @@ class LoopStatus:
             self.facts = {name: x for name, x in self.facts.items() if name == "saved"}
             self._start, self._newest, self._called, self._is_measured = start, {}, None, False
             self._losses.clear()
+            self.steps = []
 
     def step(self, done: int, loss: Any = None, tokens: float | None = None) -> None:
         """Record a step.
@@ -71,6 +79,9 @@ class LoopStatus:
 
     def _take(self, done: int, **figures: float | None) -> None:
         new = {name: x for name, x in figures.items() if x is not None and done >= self._newest.get(name, self._start)}
+        if "step" in new and new["step"] != self.facts.get("step"):
+            self.steps = [*self.steps[:1], (done, perf_counter())]
+            self._note(f"step {done} is done")
         self._newest |= dict.fromkeys(new, done)
         self.facts = {**self.facts, **new}  # another thread reads it
 

@@ -40,11 +40,15 @@ class Link(Connection):
       me, peer: numbers of the processes.
       silence: seconds without a sign of life after which the peer counts as lost.
       allocate: gives the buffers that values are received into.
+      record: called with each frame that goes `to` the peer or comes `from` it.
     """
 
-    def __init__(self, sock: socket.socket, me: int, peer: int, silence: float, allocate: Allocate) -> None:
+    def __init__(  # a connection, and who it joins
+        self, sock: socket.socket, me: int, peer: int, silence: float, allocate: Allocate,
+        record: Callable[[str, int, Frame], object] = lambda way, peer, frame: None,
+    ) -> None:  # fmt: skip
         super().__init__(sock, f"shardc link {me}-{peer}", silence, silence, allocate)
-        self.me, self.peer = me, peer
+        self.me, self.peer, self._record = me, peer, record
         self.lost: PeerLostError | None = None
         self._changed = threading.RLock()
         """Guards what is received: tagged values, receivers, and the loss of the peer. A thread that holds it may
@@ -66,6 +70,10 @@ class Link(Connection):
         self._lose(why)
 
     # -- sending
+
+    def send(self, frame: Frame) -> None:
+        self._record("to", self.peer, frame)
+        super().send(frame)
 
     def send_when_packed(self, make: Callable[[], Frame], name: Hashable = None) -> None:
         """Send a frame that is not computed yet. `make` waits for a device, in a thread of the link; if that fails,
@@ -107,6 +115,7 @@ class Link(Connection):
     # -- receiving
 
     def _take(self, frame: Frame) -> None:
+        self._record("from", self.peer, frame)
         match frame.kind:
             case FrameKind.ALIVE:
                 pass

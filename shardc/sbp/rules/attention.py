@@ -8,31 +8,50 @@ are not given are empty. The gradients read besides: the sums of the exponential
 from __future__ import annotations
 
 import math
-from typing import Final
+from dataclasses import replace
+from typing import Final, Literal
 
+from shardc.sbp.causal import (
+    COTANGENT,
+    KEY,
+    QUERY,
+    RESULT,
+    SUMS,
+    VALUE,
+    reach_of,
+    windowed,
+    windowed_held,
+    zigzag,
+    zigzag_held,
+    zigzag_sends,
+)
 from shardc.sbp.placement import ReduceOp
-from shardc.sbp.signature import Factors, Operation, Partials, Rule, linear, rule
+from shardc.sbp.signature import Factors, OperandWindow, Operation, Partials, Rule, linear, rule
 
 _ROWS: Final = {0: "btn_", 1: "bnt_"}
 """Factors of a query by its layout: sequence, query, head."""
-_VALUE, _BIAS, _LENGTHS, _PACKED, _COTANGENT = 2, 3, slice(4, 6), slice(6, 10), 12
+_BIAS, _LENGTHS, _PACKED = 3, slice(4, 6), slice(6, 10)
 
 
 @rule("dot_product_attention_fwd_wrapper")
 def attention(op: Operation) -> Rule | None:
-    """Split by sequences and heads, and by queries if nothing is masked; linear in the values."""
+    """Split by sequences, heads and queries; linear in the values."""
     if not _is_plain(op):
         return None
     operands, sums = _factors(op, whole="s")
-    partials: tuple[Partials, ...] = linear(len(operands), (_VALUE,)) if len(op.results) == 1 else ()
+    partials: tuple[Partials, ...] = linear(len(operands), (VALUE,)) if len(op.results) == 1 else ()
     results = (operands[0], sums)[: len(op.results)]
-    granule = _granule(op, {})
-    return Rule(operands, results, partials=partials, granule=granule, flops=4.0 * _pairs(op), kind="attention")
+    return _over_tokens(
+        op,
+        Rule(
+            operands, results, partials=partials, granule=_granule(op, {}), flops=4.0 * _pairs(op), kind="attention",
+        ),
+    )  # fmt: skip
 
 
 @rule("dot_product_attention_bwd_wrapper")
 def attention_gradients(op: Operation) -> Rule | None:
-    """Split by sequences and heads, and by queries or keys if nothing is masked; linear in the cotangent. It multiplies
+    """Split by sequences, heads and queries, and by keys if nothing is masked; linear in the cotangent. It multiplies
     five times where the attention does twice, as it computes the scores again."""
     if not _is_plain(op):
         return None
@@ -40,12 +59,42 @@ def attention_gradients(op: Operation) -> Rule | None:
     operands, results = (*given, sums, given[0], given[0]), given[: len(op.results)]
     kept = dict.fromkeys(f for factors in results for f in factors if f)
     reduced: dict[str, ReduceOp | None] = {f: "sum" for f in kept if any(f not in factors for factors in results)}
-    partials = linear(len(operands), (_COTANGENT,))
+    partials = linear(len(operands), (COTANGENT,))
     granule = _granule(op, reduced)
-    return Rule(
-        operands, results, reduced=reduced, partials=partials, granule=granule, flops=10.0 * _pairs(op),
-        kind="attention",
+    return _over_tokens(
+        op,
+        Rule(
+            operands, results, reduced=reduced, partials=partials, granule=granule, flops=10.0 * _pairs(op),
+            kind="attention",
+        ),
     )  # fmt: skip
+
+
+def _over_tokens(op: Operation, found: Rule) -> Rule:
+    """The rule with what devices do and send if queries of a causal mask are split."""
+    kind = _split_of(op)
+    if kind == "zigzag":
+        return replace(found, exchanged={"t": zigzag_sends}, across=zigzag, held=zigzag_held)
+    if kind == "window":
+        gradients, reach = len(op.operands) > COTANGENT, reach_of(op)
+        after = [QUERY, SUMS, RESULT, COTANGENT] if gradients else []
+        windows = [OperandWindow(i, "t", QUERY, start=-reach, width=reach + 1) for i in (KEY, VALUE)]
+        windows += [OperandWindow(i, "t", QUERY, width=reach + 1) for i in after]
+        # rows before the block see a triangle of keys, those after it a whole window
+        margin = {"t": reach // 2 + (reach if gradients else 0)}
+        return replace(found, windows=tuple(windows), across=windowed, held=windowed_held, margin=margin)
+    return found
+
+
+def _split_of(op: Operation) -> Literal["", "zigzag", "window"]:
+    """How devices share the queries of a causal mask; empty if they do not."""
+    sizes, mask = _sizes(op), op.params["mask_type"].name
+    given = any(math.prod(a.shape) for a in op.operands[_BIAS : _LENGTHS.stop])
+    if not _is_causal(op) or "PADDING" in mask or given or sizes["t"] != sizes["s"]:
+        return ""
+    if op.params["sliding_window_length"] is not None:
+        return "window"
+    return "zigzag" if sizes["t"] % 2 == 0 else ""
 
 
 def _is_plain(op: Operation) -> bool:
@@ -71,13 +120,15 @@ def _factors(op: Operation, whole: str = "") -> tuple[tuple[Factors, ...], Facto
     Args:
       whole: factors that are not split, besides positions that a mask counts.
     """
-    sizes, row = _sizes(op), _ROWS[op.params["layout"]]
+    sizes, row, kind = _sizes(op), _ROWS[op.params["layout"]], _split_of(op)
     masked = "ts" if _is_causal(op) or op.params["mask_type"].name != "NO_MASK" else ""
+    masked = masked.replace("t", "") if kind else masked
 
     def factors(letters: str) -> Factors:
         return tuple(None if f in "_" + whole + masked else f for f in letters)
 
-    key = row.replace("t", "s").replace("n", "_" if sizes["k"] == 1 < sizes["n"] else "n")
+    key = row if kind == "window" else row.replace("t", "s")
+    key = key.replace("n", "_" if sizes["k"] == 1 < sizes["n"] else "n")
     bias = "".join(f if n == sizes[f] else "_" for f, n in zip("bnts", op.operands[_BIAS].shape, strict=False))
     lengths = ["b" if math.prod(a.shape) else "_" for a in op.operands[_LENGTHS]]
     packed = ["_" * len(a.shape) for a in op.operands[_PACKED]]
@@ -89,7 +140,8 @@ def _granule(op: Operation, reduced: dict[str, ReduceOp | None]) -> dict[str, in
     gradients of a bias cuDNN wants them even."""
     sizes = _sizes(op)
     grouped = {"n": sizes["k"]} if 1 < sizes["k"] < sizes["n"] else {}
-    return {f: sizes[f] for f in reduced} | {f: max(sizes[f] // 2, 1) for f in "ts"} | grouped
+    found = {f: sizes[f] for f in reduced} | {f: max(sizes[f] // 2, 1) for f in "ts"} | grouped
+    return {f: n for f, n in found.items() if f != "t" or _split_of(op) != "window"}
 
 
 def _pairs(op: Operation) -> float:

@@ -149,6 +149,27 @@ def _sizes_of_groups(sizes: Any, offset: Any, count: int) -> tuple[Any, Any]:
     return skipped, lax.dynamic_slice_in_dim(padded, jnp.asarray(offset, np.int32), count, padded.ndim - 1)
 
 
+def _without_batch(site: Site, x: Any, w: Any, sizes: Any) -> Sequence[Any]:
+    """The product without the batch dimensions that have one element here: kernels take none."""
+    numbers = site.op.params["ragged_dot_dimension_numbers"]
+    (contract, batch), (ragged,) = numbers.dot_dimension_numbers, numbers.lhs_ragged_dimensions
+    one = [k for k, d in enumerate(batch[0]) if x.shape[d] == 1 and d != ragged]
+    if not one or len(one) < len(batch[0]) or sizes.ndim != len(one) + 1:
+        return site.bind(x, w, sizes)
+    gone = batch
+    left, right = (lambda d: d - sum(b < d for b in gone[0])), (lambda d: d - sum(b < d for b in gone[1]))
+    plain = type(numbers)(
+        ((tuple(map(left, contract[0])), tuple(map(right, contract[1]))), ((), ())),
+        (left(ragged),), tuple(map(right, numbers.rhs_group_dimensions)),
+    )  # fmt: skip
+    (y,) = site.bind(
+        lax.squeeze(x, batch[0]), lax.squeeze(w, batch[1]), lax.squeeze(sizes, range(len(one))),
+        ragged_dot_dimension_numbers=plain,
+    )  # fmt: skip
+    at = 1 if ragged in contract[0] else 0
+    return [lax.expand_dims(y, range(at, at + len(one)))]
+
+
 def _groups_here(site: Site, x: Any, w: Any, sizes: Any) -> Sequence[Any]:
     numbers = site.op.params["ragged_dot_dimension_numbers"]
     ragged, group = numbers.lhs_ragged_dimensions[0], numbers.rhs_group_dimensions
@@ -157,7 +178,7 @@ def _groups_here(site: Site, x: Any, w: Any, sizes: Any) -> Sequence[Any]:
     if site.operands[0].axes_of(ragged):
         sizes = _sizes_of_rows(site, ragged, sizes)
     if not by_group:
-        return site.bind(x, w, sizes)
+        return _without_batch(site, x, w, sizes)
     offset, _ = site.operand_extent(1, group[0]) if group else site.result_extent(0, 0)
     skipped, own = _sizes_of_groups(sizes, offset, w.shape[group[0]] if group else site.result_shape()[0])
     if group:

@@ -69,7 +69,7 @@ def in_order(op: Operation) -> Rule:
     inner, grain = _inner(op), op.params["grain"]
     found = find_rule(inner)
     exact = replace(found, partials=tuple(p for p in found.partials if p[1] != "sum"))
-    sums = [f for f, to in found.reduced.items() if to == "sum"]
+    sums = _summed(found)
     if family_of(inner.name) == "elementwise":
         return replace(exact, local=_sealed)
     if family_of(inner.name) == "scatter":  # each device adds all updates of its elements, in their order
@@ -85,7 +85,7 @@ def in_order(op: Operation) -> Rule:
         _without(found, whole),
         reduced={f: None for f in sums if f == summed},
         exchanged={f: ordered.sent for f in sums if f == summed},
-        granule=ordered.grid, partials=(), neutral={}, windows=(), local=local, across=local, terms=None,
+        granule=ordered.grid, partials=(), neutral={}, windows=(), local=local, across=local, held=None, terms=None,
         passes=_passes(found, inner, ordered.grid) if found.is_heavy else 0.0,
     )  # fmt: skip
 
@@ -94,6 +94,11 @@ def _inner(op: Operation) -> Operation:
     """The operation that `in_order` computes."""
     params = {k: v for k, v in op.params.items() if k not in ("of", "grain")}
     return Operation(op.params["of"].name, op.operands, op.results, params)
+
+
+def _summed(found: Rule) -> list[str]:
+    """The factors that are summed, if their pieces do not communicate."""
+    return [f for f in found.factors() if found.reduced.get(f) == "sum" and f not in found.crossing]
 
 
 def _within(site: Site) -> Site:
@@ -120,7 +125,7 @@ def grid_of(inner: Operation, grain: int) -> dict[str, int]:
     Batch dimensions come first, then the first other one of each operand, then the first summed one.
     """
     found = find_rule(inner)
-    sums = [f for f in found.factors() if found.reduced.get(f) == "sum"]
+    sums = _summed(found)
     kept = [f for f in found.factors() if f not in found.crossing and all(f in fs for fs in found.results)]
     shared = [f for f in kept if all(f in fs for fs in found.operands if fs)]
     firsts = [next((f for f in kept if f in fs and f not in shared), "") for fs in found.operands]

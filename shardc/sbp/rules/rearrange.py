@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardc.sbp.signature import Factors, OperandWindow, Operation, Rule, Site, dims, is_extended, passes, rule
+from shardc.sbp.signature import Factors, OperandWindow, Operation, Rule, Run, Site, dims, is_extended, passes, rule
 
 
 def local_shape_param(name: str) -> Any:
@@ -37,7 +37,7 @@ def reshape(op: Operation) -> Rule | None:
     """Row-major order cuts both shapes into runs of equal size; the outermost dimensions of a run may be split.
 
     Where a run is one dimension on either side it is an ordinary factor. In a run (A, B) -> (A·B) each of n devices
-    holds A/n rows, which is A·B/n elements, if n divides both outermost sizes.
+    holds A/n rows, which is A·B/n elements, if n divides both outermost sizes. Further axes may go on in a chain.
     """
     old, new = op.operands[0].shape, op.params["new_sizes"]
     order = op.params["dimensions"] or range(len(old))
@@ -46,30 +46,35 @@ def reshape(op: Operation) -> Rule | None:
     operand: list[str | None] = [None] * len(old)
     result: list[str | None] = [None] * len(new)
     granule: dict[str, int] = {}
-    for i, j, alone in _runs([old[d] for d in order], new):
-        operand[order[i]] = result[j] = name = f"d{j}"
-        if not alone:
-            granule[name] = math.gcd(old[order[i]], new[j])
+    runs: list[Run] = []
+    for left, right in _runs([old[d] for d in order], new):
+        run = Run(tuple(order[i] for i in left), right)
+        i, j = run.operand[0], run.result[0]
+        operand[i] = result[j] = name = f"d{j}"
+        if old[i] != new[j]:
+            granule[name] = math.gcd(old[i], new[j])
+            runs.append(run)
     return Rule(
-        (tuple(operand),), (tuple(result),), partials=passes(1, (0,)), granule=granule,
+        (tuple(operand),), (tuple(result),), partials=passes(1, (0,)), granule=granule, runs=tuple(runs),
         local=local_shape_param("new_sizes"),
     )  # fmt: skip
 
 
-def _runs(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[int, int, bool]]:
-    """Outermost dimension of each run in both shapes, sizes 1 left out, and whether it is the whole run."""
+def _runs(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """The dimensions of each run in both shapes, sizes 1 left out."""
     left = [i for i, d in enumerate(old) if d != 1]
     right = [j for j, d in enumerate(new) if d != 1]
     while left:
-        i, j = left.pop(0), right.pop(0)
-        a, b = old[i], new[j]
-        alone = a == b
+        ours, theirs = [left.pop(0)], [right.pop(0)]
+        a, b = old[ours[0]], new[theirs[0]]
         while a != b:
             if a < b:
-                a *= old[left.pop(0)]
+                ours.append(left.pop(0))
+                a *= old[ours[-1]]
             else:
-                b *= new[right.pop(0)]
-        yield i, j, alone
+                theirs.append(right.pop(0))
+                b *= new[theirs[-1]]
+        yield tuple(ours), tuple(theirs)
 
 
 @rule("transpose")

@@ -1,13 +1,14 @@
 """The loops that take most of the time, and the choice of their implementation.
 
 There are two implementations with the same results, bit for bit: `numpy_kernels`, and `numba_kernels`, which is faster
-once it is compiled. Only `kernels_for` chooses. All other loops over tables are in `numpy_kernels`.
+once it is compiled. Only this module chooses. All other loops over tables are in `numpy_kernels`.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
+from functools import cache
 from typing import Protocol
 
 from shardc.solver.cost_tables import Given, Table
@@ -48,8 +49,17 @@ def kernels_for(tables: Iterable[Given], compiled: float = 5e7) -> Kernels:
     pay for compiling. T5-11B has 8.9e7 entries and takes 19 s and 9 s: the second plan has paid for compiling.
     (`benchmarks.large_step`)
     """
-    if sum(t.size for t in tables) < compiled:
-        return numpy_kernels
+    return numpy_kernels if sum(t.size for t in tables) < compiled else _compiled()
+
+
+def kernels_after(work: float, kernels: Kernels, much: float = 5e8) -> Kernels:
+    """The implementation to go on with after so many entries were touched: compiled from `much` on, which take NumPy
+    more than a second, two to three times as long as loading the compiled loops."""
+    return kernels if work < much or kernels is not numpy_kernels else _compiled()
+
+
+@cache
+def _compiled() -> Kernels:
     try:
         from shardc.solver.kernels import numba_kernels  # noqa: PLC0415 - takes 0.5 s, and numba is an extra
     except ImportError as error:

@@ -10,7 +10,7 @@ import pytest
 
 from shardc.launch.backends import by_ssh as module
 from tests.launch.backends.test_on_this_machine import PSUM, RESTARTED
-from tests.launch.launching import command, environment, named, script, started, text_of, wait_for
+from tests.launch.launching import command, environment, logged, named, script, started, text_of, wait_for
 
 SSH = """\
 #!/bin/sh
@@ -98,7 +98,7 @@ def test_failures_and_logs(by_ssh, tmp_path):
     with by_ssh(path, "--hosts", "far,near", "--islands", 2, "--log", tmp_path / "logs") as run:
         code, out, err = ends(run)
     assert (code, out) == (7, "x 0\n") and "process 1 ended with exit code 7." in err
-    assert text_of(tmp_path / "logs" / "process-1.log").startswith("x 1\n")
+    assert logged(tmp_path / "logs" / "process-1.log").startswith("x 1\n")
 
 
 def test_a_lost_process_is_started_again(by_ssh, tmp_path):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.launching import command, named, script, started, text_of, wait_for
+from tests.launch.launching import command, logged, named, script, started, text_of, wait_for
 
 PSUM = """\
 import jax, numpy as np
@@ -102,7 +102,7 @@ def test_an_error_of_all_is_shown_once(tmp_path, run):
     """
     path = script(tmp_path, body)
     done = run(path, "--processes", 2, "--islands", 2, "--restarts", 1)
-    assert done.code == 1
+    assert done.code == 76
     assert done.err.count("Traceback") == 1
     assert done.err.count("mesh: process 0: 0; process 1: 1") == 1
     short = r"^process \d\| DisagreementError: the step: the processes of this run differ in"
@@ -268,7 +268,7 @@ def test_a_process_that_is_stopped_before_it_joins_is_lost(tmp_path):
         begin = time.monotonic()
         _, err = process.communicate(timeout=30)
         assert time.monotonic() - begin < 3 + 1 + 3 + 1  # and three seconds of grace
-        assert process.returncode == 137
+        assert process.returncode == 75
         assert "is lost: it was stopped for 3 s before it had joined the run.\n" in err
 
 
@@ -306,7 +306,7 @@ def test_a_killed_process_is_started_again(tmp_path, islands, rejoins, run):
     if islands == 2:
         assert lines[1] == "process 1 is lost: killed by SIGKILL."
     assert ("rejoined 1 2" if rejoins and islands == 2 else "start 1 2") in done.out  # lines of two may be joined
-    log = (tmp_path / "process-1.log").read_text()
+    log = logged(tmp_path / "process-1.log")
     assert log == "start 0 3\n== process 1, start 2\nstart 1 2\nend\n"
 
 
@@ -384,6 +384,6 @@ def test_values_that_differ_in_the_last_call_are_an_error_and_in_no_checkpoint(t
     for every, left in ((2, ["1"]), (3, [])):
         saved = tmp_path / f"{every}"
         done = run(path, "--processes", 2, "--devices", 1, arguments=[saved, every])
-        assert done.code == 1
+        assert done.code == 76
         assert "call 3: the processes of this run differ in" in done.err and "the value of x: process 0: " in done.err
         assert sorted(p.name for p in saved.iterdir()) == left

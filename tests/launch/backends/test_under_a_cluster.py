@@ -19,7 +19,7 @@ from shardc.launch.backends.under_a_cluster import (
 )
 from shardc.launch.prepare import free_port
 from tests.launch.backends.test_on_this_machine import PSUM, RESTARTED
-from tests.launch.launching import command, environment, script, started, text_of, wait_for
+from tests.launch.launching import command, environment, logged, script, started, wait_for
 
 SLURM = {"SLURM_JOB_ID": "4711", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "localhost"}
 OMPI = {"OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://127.0.0.1,10.0.0.1:34911", "OMPI_VERSION": "4.1.6"}
@@ -74,7 +74,7 @@ def test_a_lost_process_is_started_again_by_its_own_launcher(tmp_path):
         (code, out, err), other = tasks.ends()
     assert (code, out.splitlines()[-2:], other) == (0, ["rejoined 1 0", "end"], (0, "", ""))
     assert err == "process 1 is lost (killed by SIGKILL); started again, 0 restarts are left\n"
-    assert text_of(logs / "process-1.log") == "start 0 1\n== process 1, start 2\nstart 1 0\nend\n"
+    assert logged(logs / "process-1.log") == "start 0 1\n== process 1, start 2\nstart 1 0\nend\n"
     assert (tmp_path / ".shardc").stat().st_mode & 0o777 == 0o700
 
 
@@ -92,7 +92,7 @@ def test_the_failure_of_a_process_is_told_by_process_0(tmp_path, how):
             "process 1| ValueError: on fire\nprocess 0| PeerLostError: process 1 is lost: ValueError: on fire.\n" in err
         )
     else:
-        assert (code, out, other) == (137, "", (-9, "", ""))
+        assert (code, out, other) == (75, "", (-9, "", ""))
         assert err.startswith("process 1 is lost: the launcher of its host is lost.\n")
 
 

@@ -28,10 +28,11 @@ from jax import lax
 
 from shardc import compat
 from shardc.compat import Atom, Eqn, Jaxpr, Var
-from shardc.ir.nested import bodies_of, with_bodies
+from shardc.ir.nested import in_bodies
 from shardc.ir.program import Program
 from shardc.ir.walk import renamed
 from shardc.passes import Context
+from shardc.passes.rewrite.windows.in_place import in_place, parts_of
 from shardc.passes.rewrite.windows.static_windows import Write, constant, fill_of
 from shardc.passes.rewrite.windows.window_ways import (
     ELEMENTWISE,
@@ -62,13 +63,7 @@ def compose_windows(program: Program, _: Context) -> Program:
 
 def composed(jaxpr: Jaxpr) -> Jaxpr:
     """The jaxpr and its nested bodies after composition; the same object if nothing changes."""
-    eqns: list[Eqn] = []
-    for eqn in jaxpr.eqns:
-        bodies = bodies_of(eqn)
-        changed = [composed(b) for b in bodies]
-        if any(new is not old for new, old in zip(changed, bodies, strict=True)):
-            eqn = eqn.replace(params=with_bodies(eqn, changed))
-        eqns.append(eqn)
+    eqns = [in_bodies(e, composed) for e in jaxpr.eqns]
     facts = Facts()
     found = [made for e in eqns for made in facts.add(e)]
     outvars = [facts.named(a) for a in jaxpr.outvars]
@@ -162,6 +157,8 @@ class _Views:
         """The recipe of a whole result at which a composition begins. None if none begins there."""
         if (moved := self.facts.moved.get(out)) is not None and self._joins(moved, eqn, out):
             return terms_of(moved, shape_of(out)[moved.dim], eqn)
+        if (found := self._in_place(eqn, out)) is not None:
+            return found
         if out in self.facts.writes:
             return self._written(self.facts.writes[out], eqn)
         way = WAYS.get(eqn.primitive.name)
@@ -190,6 +187,33 @@ class _Views:
                 return any(m.joins for m in known)
             case _:
                 return len(moved.terms) < sum(len(m.terms) for m in known)
+
+    def _in_place(self, eqn: Eqn, out: Var) -> Recipe | None:
+        """A result whose rows are made of the same rows of arrays as long, as a choice by position. None if it is not
+        made so."""
+        if not math.prod(shape_of(out)) or is_extended(out.aval.dtype):
+            return None
+        parts = parts_of(eqn, self.facts.writes.get(out))
+        if parts is None:
+            return None
+        found = [in_place(part, begin, parts, self.facts.made) for part, begin in parts.rows]
+        ways = [f for f in found if f is not None]
+        if len(ways) < len(found):
+            return None
+        shape, olds = shape_of(out), [] if parts.old is None else [parts.old]
+
+        def chosen(*values: Any) -> Any:
+            old, rest = (
+                (lax.broadcast(values[0], shape[: len(shape) - values[0].ndim]), values[1:]) if olds else (None, values)
+            )
+            for (part, begin), way in zip(parts.rows, ways, strict=True):
+                new, rest = way.values(rest[: len(way.reads)])[-1], rest[len(way.reads) :]
+                new = new if parts.combine is None else parts.combine(old, new)
+                inside = within(shape, [(parts.dim, begin, begin + parts.count(part))])
+                old = new if old is None else lax.select(inside, new, old)
+            return old
+
+        return Recipe([(a, full(a)) for a in (*olds, *(a for way in ways for a in way.reads))], chosen, like=eqn)
 
     def _written(self, write: Write, eqn: Eqn) -> Recipe | None:
         """A write as a select between the array and the update. None if the update is small or constant."""

@@ -2,7 +2,7 @@
 
 import pytest
 
-from shardc.launch.goodput import Goodput
+from shardc.launch.health.goodput import Goodput
 
 
 def test_a_run_without_losses_says_nothing():

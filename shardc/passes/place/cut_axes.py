@@ -1,0 +1,159 @@
+"""Axes that are to be cut in sub-axes: where a program reshapes a dimension to one that is shorter than an axis, and
+where two axes of unequal sizes change what they split.
+
+    reshape f32[64,d] at {data: S(0)} on data=8 --> f32[4,16,d] at {data[0]: S(0), data[1]: S(1)}, sizes 4 and 2
+    f32[8,8] at {a: S(0), b: S(1)} on a=4, b=2 --> {b: S(0), a: S(1)}: all of `a` goes, or its inner half and a permute
+
+Four groups of rows on eight devices: no placement on `data` alone keeps each device's rows where they are. A cut mesh
+has more axes, and a plan on it takes longer to find. So it is planned only where boxings of the plan without it ask for
+it, beside such a reshape or by themselves; and kept only if it is cheaper (`shardc.plan.make`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Final, TypeAlias
+
+from shardc import compat
+from shardc.compat import Eqn, Var
+from shardc.ir.box import Boxed, box_p
+from shardc.ir.collective import Collective
+from shardc.ir.constrain import pin_of
+from shardc.ir.user_shard_map import is_unit
+from shardc.ir.walk import all_eqns, operation_of, short_aval
+from shardc.machine.mesh import MeshView
+from shardc.sbp.placement import P, Placement, S
+from shardc.sbp.signature import find_rule
+from shardc.sbp.sub_axes import keeps_pieces
+
+MOST_AXES: Final = 3
+"""Axes of a cut mesh, at most: the placements of a value grow with each one."""
+LEAST_SHARE: Final = 0.1
+"""Share of a plan's bytes that the boxings which ask for sub-axes have to move: else a second search is not worth its
+time."""
+MOST_VALUES: Final = 32
+"""Values between a boxing and a reshape that are looked at."""
+
+_Boxings: TypeAlias = dict[tuple[str, ...], float]
+"""The bytes that boxings move in a call, by value and both placements."""
+
+
+def cut_axes(
+    boxed: Boxed, mesh: MeshView, collectives: Sequence[Collective], pinned: Sequence[tuple[Placement, Sequence[int]]]
+) -> Mapping[str, tuple[int, ...]]:
+    """The devices of the sub-axes of each axis that is to be cut, the outermost first; empty if none is.
+
+    Args:
+      boxed, mesh, collectives: a plan.
+      pinned: the placements on the user's mesh, and the shapes, that arguments and results have in any case.
+    """
+    eqns = all_eqns(boxed.jaxpr) if collectives else []
+    if any(map(is_unit, eqns)):
+        return {}
+    found: dict[str, tuple[int, ...]] = {}
+    free = MOST_AXES - sum(n > 1 for _, n in mesh.axes)
+    inside = [(pin.placement, e.outvars[0].aval.shape) for e in eqns if (pin := pin_of(e)) is not None]
+    least = LEAST_SHARE * sum(c.bytes for c in collectives)
+    for axis, (sizes, boxings) in _asked(mesh, eqns, collectives).items():
+        if free > 0 and sum(boxings.values()) >= least:
+            counts = _in_chain(mesh.sizes[axis], sizes, free)
+            cut = mesh.cut({axis: counts})
+            if all(keeps_pieces(p, shape, cut) for p, shape in (*pinned, *inside)):
+                found[axis] = counts
+                free -= len(counts) - 1
+    return found
+
+
+def _asked(
+    mesh: MeshView, eqns: Sequence[Eqn], collectives: Sequence[Collective]
+) -> dict[str, tuple[set[int], _Boxings]]:
+    """For each axis the devices of outer sub-axes that boxings ask for, and these boxings."""
+    moved: _Boxings = {}
+    for c in collectives:
+        moved[c.value, c.src, c.dst] = moved.get((c.value, c.src, c.dst), 0) + c.bytes
+    made, read = dict[Var, list[Eqn]](), dict[Var, list[Eqn]]()
+    for e in eqns:
+        made |= {v: [e] for v in e.outvars}
+        for v in compat.variables(e.invars):
+            read.setdefault(v, []).append(e)
+    found: dict[str, tuple[set[int], _Boxings]] = {}
+    for box in (e for e in eqns if e.primitive is box_p):
+        src, dst = box.params["src"], box.params["dst"]
+        key = short_aval(box.outvars[0].aval), str(src), str(dst)
+        asked = list(_by_boxing(mesh, src, dst))
+        for e in _reshapes(box.outvars, read, lambda e: e.outvars):
+            asked += _by_reshape(mesh, e, src, dst, of_operand=True)
+        for e in _reshapes(compat.variables(box.invars), made, lambda e: compat.variables(e.invars)):
+            asked += _by_reshape(mesh, e, dst, src, of_operand=False)
+        for axis, n in asked:
+            sizes, boxings = found.setdefault(axis, (set(), {}))
+            sizes.add(n)
+            boxings[key] = moved.get(key, 0)
+    return found
+
+
+def _reshapes(
+    values: Sequence[Var], following: Mapping[Var, Sequence[Eqn]], others: Callable[[Eqn], Sequence[Var]]
+) -> Iterator[Eqn]:  # fmt: skip
+    """The reshapes that are reached from values through a few operations that keep their shape."""
+    seen, waiting = set(values), list(values)
+    while waiting and len(seen) <= MOST_VALUES:
+        v = waiting.pop(0)
+        for e in following.get(v, ()):
+            if e.primitive.name == "reshape":
+                yield e
+            elif e.primitive is not box_p:
+                more = [w for w in others(e) if w.aval.shape == v.aval.shape and w not in seen]
+                seen.update(more)
+                waiting += more
+
+
+def _by_boxing(mesh: MeshView, src: Placement, dst: Placement) -> Iterator[tuple[str, int]]:
+    """Each axis that changes what it splits, with the devices of a shorter one that does so too: a part of the longer
+    one can take its place."""
+    changed = [a for a in mesh.sizes if src[a] != dst[a] and any(isinstance(s, S) for s in (src[a], dst[a]))]
+    for axis in changed:
+        n = mesh.sizes[axis]
+        yield from ((axis, k) for a in changed if 1 < (k := mesh.sizes[a]) < n and n % k == 0)
+
+
+def _by_reshape(
+    mesh: MeshView, eqn: Eqn, there: Placement, here: Placement, *, of_operand: bool
+) -> Iterator[tuple[str, int]]:
+    """Each axis that is boxed away from a run of the operand of a reshape, or onto one of its result, with the devices
+    of an outer part of it along which the run could be split.
+
+    Args:
+      there: the placement of the operand or result on the other side of the boxing.
+      here: that beside the reshape.
+      of_operand: which of both.
+    """
+    op = operation_of(eqn)
+    for run in find_rule(op).runs:
+        for axis, n in mesh.axes:
+            dims = run.operand if of_operand else run.result
+            if isinstance(here[axis], P) or not any(there[axis] == S(d) != here[axis] for d in dims):
+                continue
+            others = [k for a, k in mesh.axes if a != axis and k > 1]
+            before = [math.prod(some) for k in range(len(others) + 1) for some in itertools.combinations(others, k)]
+            for dims, shape in ((run.operand, op.operands[0].shape), (run.result, op.results[0].shape)):
+                for size in itertools.accumulate((shape[d] for d in dims), operator.mul):
+                    parts = (size // k for k in before if size % k == 0)
+                    yield from ((axis, part) for part in parts if 1 < part < n and n % part == 0)
+
+
+def _in_chain(n: int, sizes: set[int], most: int) -> tuple[int, ...]:
+    """The devices of sub-axes: their products from the outermost on are these sizes, as far as each divides the next.
+
+    Examples:
+      >>> _in_chain(8, {2, 4}, 2), _in_chain(8, {4}, 2), _in_chain(12, {4, 6}, 1)
+      ((2, 2, 2), (4, 2), (4, 3))
+    """
+    found = [1]
+    for size in sorted(sizes):
+        if size % found[-1] == 0 and len(found) <= most:
+            found.append(size)
+    return tuple(b // a for a, b in itertools.pairwise([*found, n]))
