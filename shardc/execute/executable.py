@@ -378,8 +378,8 @@ class Executable:
           ArgumentError: JAX cannot say the placement of an argument or result.
         """
         program, plan = self.plan.program, self.plan
-        into = zip(program.in_paths, plan.inputs, self._inputs, strict=False)
-        out = zip(program.out_paths, plan.outputs, self._outputs, strict=True)
+        into = zip(program.in_paths, plan.whole_inputs, self._inputs, strict=False)
+        out = zip(program.out_paths, plan.whole_outputs, self._outputs, strict=True)
         wrong = [
             f"{path}: {p} splits {tuple(place.shape)} unevenly, or has terms of a sum on each device."
             for path, p, place in (*into, *out)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 from shardc.ir.walk import short_aval
@@ -84,7 +85,8 @@ def _order(plan: PlanView) -> str:
 
 def _totals(one: PlanView, other: PlanView) -> Section:
     names = [_name(plan) for plan in (one, other)]
-    if one.mesh.topology != other.mesh.topology:
+    machines = [replace(plan.mesh.topology, layout=()) for plan in (one, other)]
+    if machines[0] != machines[1]:
         names = [f"{_name(plan)}: {devices_text(plan.mesh.topology, plan.mesh.size)}" for plan in (one, other)]
     head = f"Two plans of {names[0]}" if names[0] == names[1] else f"{names[0]}, and {names[1]}"
     figures = zip(
@@ -111,11 +113,11 @@ _Leaves: TypeAlias = dict[str, tuple[str, Placement]]
 
 
 def _inputs(plan: PlanView) -> _Leaves:
-    return _by_path(plan.program.in_paths, plan.program.in_avals, plan.inputs)
+    return _by_path(plan.program.in_paths, plan.program.in_avals, plan.whole_inputs)
 
 
 def _outputs(plan: PlanView) -> _Leaves:
-    return _by_path([p or "result" for p in plan.program.out_paths], plan.program.out_avals, plan.outputs)
+    return _by_path([p or "result" for p in plan.program.out_paths], plan.program.out_avals, plan.whole_outputs)
 
 
 def _by_path(paths: Sequence[str], avals: Sequence[Any], placements: Sequence[Placement]) -> _Leaves:

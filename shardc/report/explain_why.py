@@ -212,7 +212,7 @@ def _seconds(plan: SpmdPlan, value: Named) -> float:
 
 def _differences(plan: SpmdPlan, other: SpmdPlan) -> tuple[str, str, str, str]:
     """Another plan minus this one: time, bytes sent, peak memory, and the number of arguments placed differently."""
-    changed = sum(a != b for a, b in zip(plan.inputs, other.inputs, strict=True))
+    changed = sum(a != b for a, b in zip(plan.whole_inputs, other.whole_inputs, strict=True))
     return (
         signed_text(other.seconds - plan.seconds, seconds_text),
         signed_text(_more_bytes(plan, other), bytes_text),

@@ -42,7 +42,7 @@ from shardc.execute.check.compare import (
 from shardc.execute.check.report import CheckReport, Deviation
 from shardc.execute.executable import Executable
 from shardc.execute.process_group import group_of_mesh
-from shardc.machine.mesh import without_mesh
+from shardc.machine.mesh import cut_mesh, without_mesh
 from shardc.passes.lower.lower import Lowering
 from shardc.passes.lower.lower_borders import (
     ROUNDS,
@@ -122,7 +122,7 @@ class Checker:
             ]
             return [x[None] for x in (*(low.tape if isinstance(low, RecordingLowering) else ()), *map(words, results))]
 
-        program = executable.sharded(local, PartitionSpec(tuple(executable.mesh.axis_names)))
+        program = executable.sharded(local, PartitionSpec(cut_mesh(executable.mesh, self.plan.mesh).axis_names))
         options = dict(executable.xla_options)
         return jax.jit(program, in_shardings=tuple(executable.in_shardings), compiler_options=options or None)
 
@@ -318,7 +318,7 @@ class _Check:
         return names_of(self.plan.boxed, self.plan.program)
 
     def _result(self, k: int, found: Sequence[_Unlike]) -> Deviation:
-        path, placement = self.plan.program.out_paths[k], str(self.plan.outputs[k])
+        path, placement = self.plan.program.out_paths[k], str(self.plan.whole_outputs[k])
         return Deviation(
             f"result {path}", "", "result", False, (), "", placement, (), *self._figures(found)
         )  # fmt: skip

@@ -148,3 +148,20 @@ def test_a_user_reads_the_names_of_the_axes():
 def test_a_program_that_asks_for_none_is_not_planned_again():
     plan = made(lambda x: x.reshape(8, -1).sum(0), {"a": 8}, ROWS, {}).plan(np.zeros((64, 4), "float32"))
     assert plan.collectives and not plan.trials
+
+
+@pytest.mark.parametrize("options", [{}, {"deterministic": True}], ids=["", "deterministic"])
+def test_a_plan_on_sub_axes_is_checked_and_differs_from_itself_in_nothing(options):
+    def step(x, w):
+        y = jnp.tanh(x.reshape(4, -1, x.shape[-1]) @ w)
+        return (y - y.mean(1, keepdims=True)).reshape(x.shape[0], -1)
+
+    x, w = (np.random.default_rng(0).normal(size=(n, 256)).astype("float32") for n in (4096, 256))
+    rows = {"data": S(0)}
+    f = shardc.function(
+        step, mesh=shardc.make_mesh(data=8), in_placements={"x": rows, "w": {}}, out_placements=rows, **options
+    )
+    compiled = f.compile(x, w)
+    assert "data[1]" in compiled.plan.explain()
+    assert compiled.check(x, w).ok
+    assert compiled.plan.in_placements.x == shardc.Placement({"data": S(0)})
