@@ -77,4 +77,4 @@ def test_each_device_multiplies_its_own_entries(axes):
     )  # fmt: skip
     plan = f.plan(*(jax.ShapeDtypeStruct(*a) for a in (((entries,), "f4"), ((entries, 2), "i4"), ((rows,), "f4"))))
     assert [(c.kind, c.bytes) for c in plan.collectives] == [("all_reduce", 2 * 7 * 4 * rows // 8)]
-    assert plan.gap == 0 and "without a sharding rule: none" in plan.explain()
+    assert "without a sharding rule: none" in plan.explain()
