@@ -9,7 +9,8 @@ import time
 
 import pytest
 
-from tests.launch.launching import environment, run, started
+from shardc.launch.failure import DISAGREE
+from tests.launch.launching import environment, logged, run, started
 
 __all__ = ["run"]
 
@@ -117,7 +118,7 @@ def test_what_differs_between_processes_is_an_error_in_all(tmp_path, run):
         "step, call 5: the processes of this run differ in",  # one process has called what it had called before
         "  the call: process 0: step, call 5; process 1: step, first call",
     ]
-    assert (tmp_path / "process-1.log").read_text().splitlines()[:-2] == done.out.splitlines()[:-2]
+    assert logged(tmp_path / "process-1.log").splitlines()[:-2] == done.out.splitlines()[:-2]
 
 
 TIED = """
@@ -156,7 +157,7 @@ def test_an_argument_that_two_ranks_of_another_process_read(tmp_path, run):
     path.write_text(TIED)
     done = run(path, "--processes", 2, "--devices", 2, "--islands", 2, "--deadline", 20, "--log", tmp_path)
     assert done.code == 0, done.err
-    assert (tmp_path / "process-1.log").read_text() == "{'own': 'RemoteArray', 'tied': 'RemoteArray'}\n"
+    assert logged(tmp_path / "process-1.log") == "{'own': 'RemoteArray', 'tied': 'RemoteArray'}\n"
 
 
 ENTERS = """
@@ -190,7 +191,7 @@ def test_a_failure_while_arguments_enter_is_one_of_the_run_in_all(tmp_path, run)
     path.write_text(PIPELINE + ENTERS)
     done = run(path, "--processes", 2, "--devices", 1, "--islands", 2, "--deadline", 20, "--log", tmp_path)
     assert done.code == 0, done.err
-    said = [done.out.splitlines(), (tmp_path / "process-1.log").read_text().splitlines()]
+    said = [done.out.splitlines(), logged(tmp_path / "process-1.log").splitlines()]
     failed = "PipelineError: step: its arguments cannot be put in place: ValueError: no room"
     interrupted = "KeyboardInterrupt: "
     told = "PipelineError: process {}: the run was interrupted: KeyboardInterrupt()."
@@ -224,7 +225,7 @@ def test_a_call_that_another_process_does_not_make(tmp_path, run, ends, after):
     path = tmp_path / "pipeline.py"
     path.write_text("import sys\n" + PIPELINE + ENDS.format(ends=ends, after=after))
     done = run(path, "--processes", 2, "--devices", 1, "--islands", 2)
-    assert done.code == 1
+    assert done.code == DISAGREE
     text = (
         f"process {ends}'s script has ended; process {1 - ends} waits for it at step, call 2. Each process has to make "
     )
@@ -253,7 +254,7 @@ def test_a_collective_that_another_process_does_not_make(tmp_path, run):
     path = tmp_path / "alone.py"
     path.write_text(ALONE.format(3, 0))
     done = run(path, "--processes", 2, "--devices", 1)
-    assert (done.code, done.err.count(VAIN)) == (1, 1), done.err
+    assert (done.code, done.err.count(VAIN)) == (DISAGREE, 1), done.err
 
 
 def test_a_collective_that_waits_in_jax(tmp_path, run):
@@ -262,5 +263,5 @@ def test_a_collective_that_waits_in_jax(tmp_path, run):
     path.write_text(ALONE.format(0, 3))
     begin = time.monotonic()
     done = run(path, "--processes", 2, "--devices", 1)
-    assert (done.code, done.err.count(VAIN)) == (1, 1), done.err
+    assert (done.code, done.err.count(VAIN)) == (DISAGREE, 1), done.err
     assert time.monotonic() - begin < 30

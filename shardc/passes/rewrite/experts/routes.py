@@ -120,7 +120,8 @@ def places(grid: Grid, sizes: Any, replica: Any) -> Places:
     """The places of sorted rows, the first `sizes[0]` of which are of group 0; `replica`: where each of them is."""
     sizes = sizes.astype(Row)
     ends = jnp.cumsum(sizes, dtype=Row)
-    group = jnp.cumsum(jnp.zeros(grid.rows + 1, Row).at[ends].add(1, mode="drop"), dtype=Row)[: grid.rows]
+    counts = jnp.zeros(grid.rows + 1, Row).at[ends].add(1, mode="drop")
+    group = lax.slice_in_dim(jnp.cumsum(counts, dtype=Row), 0, grid.rows)
     row = lax.iota(Row, grid.rows)
     owner = jnp.where(group < grid.groups, group // grid.own_groups, row % grid.owners)
     device = replica * grid.owners + owner
@@ -246,7 +247,7 @@ def folded(grid: Grid, x: Any, dim: int) -> Any:
 def unfolded(grid: Grid, blocks: Any, dim: int) -> Any:
     """The inverse of `folded`."""
     x = _joined(grid, jnp.moveaxis(blocks, dim + 2, 2))[:, : grid.block(grid.rows)]
-    return jnp.moveaxis(x.reshape(-1, *x.shape[2:])[: grid.rows], 0, dim)
+    return jnp.moveaxis(lax.slice_in_dim(x.reshape(-1, *x.shape[2:]), 0, grid.rows), 0, dim)
 
 
 def rows_that_count(where: Places, blocks: Any, dim: int) -> Any:
