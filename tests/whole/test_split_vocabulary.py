@@ -91,7 +91,7 @@ def test_bytes(loss: Callable[..., Any], mesh: str, by_hand: int) -> None:
     assert plan.bytes_per_device <= 1.3 * by_hand * MiB
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("axes", [axes for _, axes in MESHES.values()], ids=str)
 @pytest.mark.parametrize("loss", [whole, chunked, online, tied])
 def test_values(loss: Callable[..., Any], axes: dict[str, int]) -> None:

@@ -82,7 +82,7 @@ def test_nothing_is_repeated_for_few_devices() -> None:
     assert keys_of(plan) == {4}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("tokens", "queries", "keys", "sizes", "options", "forbid"),
     [

@@ -36,6 +36,7 @@ def _case(replicas: int, owners: int, groups: int, rows: int, outside: int, rng:
 CASES = [(1, 4, 8, 60, 30), (2, 2, 5, 61, 31), (1, 3, 3, 40, 80)]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", CASES)
 def test_rows_go_to_the_device_of_their_group(case, rng):
     grid, sizes, index, where, way = _case(*case, rng)
@@ -50,6 +51,7 @@ def test_rows_go_to_the_device_of_their_group(case, rng):
     np.testing.assert_array_equal(routes.by_position(where, jnp.asarray(x[index]), 0), blocks)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", CASES)
 def test_rows_come_back_to_where_they_are_added(case, rng):
     grid, _, index, where, way = _case(*case, rng)
