@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+from shardc.launch.failure import LOST
 from tests.processes.faults import PHASES, Case, Fault, case_of, losses_of, reference, run_case
 from tests.processes.launched import KINDS, Launched, Options
 
@@ -84,7 +85,7 @@ def lost(number, within, **options):
         assert run.signal(1, number)
         at = run.wait_for(0, "lost", 30)
         assert at - began < within, f"{at - began:.2f} s"
-        assert run.wait(30) and run.launcher.returncode == 128 + signal.SIGKILL, run.output()
+        assert run.wait(30) and run.launcher.returncode == LOST, run.output()
         assert run.left() == [] and run.temporary() == []
         said, state = (f for f in run.facts(0) if f.words[0] in ("lost", "state"))
         assert state.what == "state unchanged"
