@@ -66,7 +66,11 @@ def sent(fn: Callable[..., Any], args: Sequence[Any], ins: Any, outs: Any, numbe
 def sent_by_jit(fn: Callable[..., Any], args: Sequence[Any], ins: Any, outs: Any, mesh: Any) -> int:
     at = partial(jax.tree.map, lambda p: p.to_sharding(mesh), is_leaf=lambda p: isinstance(p, Placement))
     jitted = jax.jit(fn, in_shardings=at(tuple(ins)), out_shardings=at(outs))
-    found = parse_collectives(jitted.lower(*args).compile().as_text())
+    try:
+        lowered = jitted.lower(*args)
+    except NotImplementedError as error:
+        pytest.skip(f"this JAX has no kernel for it: {error}")
+    found = parse_collectives(lowered.compile().as_text())
     return sum(c.bytes * (c.trips or 1) for c in found)
 
 
