@@ -1,4 +1,5 @@
-"""Collectives that overlap with computation. This enters `Plan.seconds`, and no sum that the search makes.
+"""Collectives that overlap with computation. This enters `Plan.seconds`; the second search
+has it as windows (`shardc/passes/place/windows.py`).
 
 A collective can go on from when its operand is made until the first computing equation that depends on its result. It
 overlaps with what the device computes in between: the gather of a layer's weights with the products before those that
