@@ -101,7 +101,7 @@ def refuse_unlike(saved: SavedPlan, facts: Mapping[str, str]) -> None:
 
 
 def facts_of(program: str, options: Mapping[str, str], mesh: Mesh) -> dict[str, str]:
-    """What has to be equal for code to be the same: by name, as texts.
+    """The facts that have to be equal for code to be the same: by name, as texts.
 
     Args:
       program: the text of the program that XLA compiles.

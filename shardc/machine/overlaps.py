@@ -1,4 +1,4 @@
-"""What XLA hides behind computation on each kind of machine, of what could be hidden, and the options that it is given.
+"""Shares of what could be hidden behind computation that XLA hides on each kind of machine, and options of XLA.
 
 A share is of the seconds that a plan could hide (`shardc/passes/estimate/overlap.py`), by kind of collective; "ring"
 are the permutes of a product whose pieces go around. A kind without a share is waited for. Sources, by the letter:

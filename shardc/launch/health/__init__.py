@@ -1,1 +1,1 @@
-"""What the launcher knows of a run while it goes on, and what can be read of it when it has ended."""
+"""The health of a run: figures while it goes on, and what can be read of it when it has ended."""

@@ -69,7 +69,7 @@ def _serve(metrics: str, newest: list[RunFigures]) -> Callable[[], object]:
         raise ClusterError(f"--metrics needs prometheus_client: pip install 'shardc[metrics]' ({error}).") from error
 
     class Collector:
-        """What `prometheus_client` asks for metrics at each request."""
+        """The collector that `prometheus_client` asks for metrics at each request."""
 
         def collect(self) -> Iterable[Any]:
             return [made for figures in newest for made in _metrics(core, figures)]

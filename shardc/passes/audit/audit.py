@@ -366,7 +366,7 @@ def _table(a: Audit) -> list[str]:
 
 
 def _overlaps(a: Audit) -> Iterator[str]:
-    """What the schedule hides, in a line, and the planned overlaps that it exposes most of."""
+    """A line of what the schedule hides, and the planned overlaps that it exposes most of."""
     if not a.overlaps:
         return
     planned, hidden = sum(f.planned.hidden for f in a.overlaps), sum(f.hidden for f in a.overlaps)

@@ -1,4 +1,4 @@
-"""What the schedule of a compiled program hides of the collectives that a plan counts on to be hidden.
+"""Collectives that a plan counts on to be hidden, and what the schedule of a compiled program hides of them.
 
 Instructions run in the order of the text. A collective goes on from its start until it takes no more time, or else its
 done waits for it; collectives share the links, one after the other. One that is not a pair is waited for.

@@ -101,7 +101,7 @@ def _dims(n: Node, s: Signature) -> list[_Dim]:
 
 
 def _use(n: Node, s: Signature) -> tuple[object, ...]:
-    """The same for two signatures of a node that differ in the dimensions alone."""
+    """A key that is the same for two signatures of a node that differ in the dimensions alone."""
     sbps = zip(_ports(n), (*s.operands, *s.results), strict=True)
     return n.number, *(
         f"S{0 if v is None else v.shape[sbp.dim]}" if isinstance(sbp, S) else str(sbp) for v, sbp in sbps

@@ -97,7 +97,7 @@ def _grid_of(region: Region, axes_of: AxesOf, mesh: MeshView) -> Grid | None:
 
 @dataclass(frozen=True)
 class _Way:
-    """What the route of a crossing depends on.
+    """The facts that the route of a crossing depends on.
 
     Attributes:
       index: the index of rows.
