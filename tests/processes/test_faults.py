@@ -75,8 +75,9 @@ def test_cases_are_the_same_for_a_seed_and_of_all_kinds():
 # -- without restarts
 
 
-def lost(number, within, **options):
-    """Lose process 1 in step 4, in which process 0 waits for it. Gives what the error of process 0 says."""
+def lost(number, within, code, **options):
+    """Lose process 1 in step 4, in which process 0 waits for it. The run ends with this code. Gives what the error of
+    process 0 says."""
     with Launched(TWO, Options(restarts=0, watch=True, pause=(1, 4), **options)) as run:
         for p in (0, 1):
             run.wait_for(p, "at 4")
@@ -85,7 +86,7 @@ def lost(number, within, **options):
         assert run.signal(1, number)
         at = run.wait_for(0, "lost", 30)
         assert at - began < within, f"{at - began:.2f} s"
-        assert run.wait(30) and run.launcher.returncode == LOST, run.output()
+        assert run.wait(30) and run.launcher.returncode == code, run.output()
         assert run.left() == [] and run.temporary() == []
         said, state = (f for f in run.facts(0) if f.words[0] in ("lost", "state"))
         assert state.what == "state unchanged"
@@ -95,13 +96,13 @@ def lost(number, within, **options):
 
 
 def test_a_death_is_an_error_in_the_neighbour_within_a_second():
-    text = lost(signal.SIGKILL, 1.0)
+    text = lost(signal.SIGKILL, 1.0, 128 + signal.SIGKILL)
     assert text.startswith("process 1 is lost: ")
     assert re.search(r"^  waited: rank 0 at 0B\d for message \d of \"gradient 1->0\"", text, re.MULTILINE), text
 
 
 def test_a_silence_is_an_error_in_the_neighbour_within_the_deadline_and_a_second():
-    text = lost(signal.SIGSTOP, 4.0 + 1.0, silence=4.0)
+    text = lost(signal.SIGSTOP, 4.0 + 1.0, LOST, silence=4.0)
     assert text.startswith("process 1 is lost: ")
     assert "rank 0 at 0B" in text
 
