@@ -10,14 +10,22 @@ from tests.checkpoint.worker import Worker
 
 
 def check_kills(directory, seeds, steps=10**6):
-    """Kill a process at a random time of its loop, again and again. Each one checks what it finds: see `worker`."""
+    """Kill a process at a random time of its loop, again and again, but not before a first checkpoint is complete. Each
+    one checks what it finds: see `worker`."""
+
+    def complete_steps():
+        return [s for s, folder in folders_in(directory).items() if read_checkpoint(folder).is_complete]
+
     starts = []
     for seed in seeds:
         with Worker("alone", directory, steps, 1, devices=1) as worker:
             starts.append(int(worker.line()))
+            while not starts[-1] and not complete_steps():
+                assert worker.process.poll() is None
+                time.sleep(0.01)
             time.sleep(random.Random(seed).uniform(0.0, 0.6))
             worker.kill()
-    complete = [s for s, folder in folders_in(directory).items() if read_checkpoint(folder).is_complete]
+    complete = complete_steps()
     with Worker("alone", directory, complete[0] + 3, 1, devices=1) as worker:
         starts.append(int(worker.line()))
         worker.end()
