@@ -23,7 +23,7 @@ from shardc.plan.plan import SpmdPlan
 from shardc.plan.rows import ports_in, rows_of
 from shardc.sbp.placement import Pin, Placement, is_even
 from shardc.solver import FORBIDDEN, ROUNDING, Assignment, AssignmentCost
-from shardc.solver.cost_tables import Memo, Table, whole
+from shardc.solver.cost_tables import Table, whole
 
 _Mask: TypeAlias = NDArray[np.bool_]
 
@@ -56,7 +56,7 @@ class Counterfactual:
         self.problem = problem_of(plan.request, plan.ties)
         self.pins = self._release()
         self._domains = Domains(self.problem, plan.mesh, [a for a, n in plan.mesh.axes if n > 1])
-        self._tables = Tables.of(self.problem, self._domains, {}, Memo())
+        self._tables = Tables.of(self.problem, self._domains)
         self._near: dict[int, list[tuple[int, Table]]] = {}
         for (i, j), given in self._tables.pairwise.items():
             table = whole(given)

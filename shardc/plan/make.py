@@ -26,7 +26,7 @@ from shardc.plan.request import Argument, Request
 from shardc.plan.rewrites import Compared, RewriteTrial, compare
 from shardc.plan.uneven import uneven_results
 from shardc.sbp.placement import REPLICATED, Pin
-from shardc.solver import ROUNDING, Assignment, AssignmentCost
+from shardc.solver import ROUNDING, Assignment
 from shardc.solver.within_limit import BUDGET, GOOD_ENOUGH, CheapestThatFits
 
 RESIDUALS: Final = "recompute_residuals"
@@ -300,13 +300,6 @@ class _Fitting:
                 wanted = math.inf
 
 
-LEAST_MOVING: Final = 1e-4
-"""Seconds of collectives for which a search with tables that count what overlaps is worth its time: fewer are within
-the uncertainty of latencies."""
-LEAST_SHARE: Final = 0.01
-"""Their share of a call."""
-
-
 MORE: Final = 1.25
 """The factor on the bytes over the limit that the next attempt frees in addition."""
 
@@ -346,43 +339,19 @@ class _PlanSearch:
     def placer(self) -> Placer:
         return Placer(problem_of(self.request, self.ties), self.mesh)
 
-    @property
-    def cheapest(self) -> Assignment:
-        """The choices of the fastest plan found, with their cost as the search adds it up and its bound."""
-        return self._fastest[0]
-
-    @property
-    def plan(self) -> SpmdPlan:
-        """The fastest, whatever memory it takes."""
-        return self._fastest[1]
-
     @cached_property
-    def _least_cost(self) -> Assignment:
-        """The choices of the least cost that the search found, as if nothing overlapped. A program that computes
-        something again may go without a proof of its own."""
+    def cheapest(self) -> Assignment:
+        """The choices of the least cost that the search found. A program that computes something again may go without a
+        proof of its own."""
         if self.bound == math.inf:
             return self.placer.tables.best()
         found = self.placer.tables.best(proved=False)
         return replace(found, bound=max(found.bound, min(self.bound, found.cost)))
 
     @cached_property
-    def _fastest(self) -> tuple[Assignment, SpmdPlan]:
-        """The choices and the plan that take the fewest seconds: those of the least cost as if nothing overlapped, or
-        those of a search that knows what overlaps beside the choices before it."""
-        least, tables = self._least_cost, self.placer.tables
-        plan = self._plan_of_choices(least)
-        much = max(LEAST_MOVING, LEAST_SHARE * plan.seconds)
-        if not self.mesh.topology.most_hidden or plan.time.moving < much:
-            return least, plan
-        values = self.placer.overlapping(least).near(least.values)
-        if values == least.values:
-            return least, plan
-        found = replace(least, values=values, cost=AssignmentCost(tables.unary, tables.pairwise).cost(values))
-        other = self._plan_of_choices(found)
-        return (found, other) if _priced(other) < _priced(plan) * (1 - ROUNDING) else (least, plan)
-
-    def _plan_of_choices(self, found: Assignment) -> SpmdPlan:
-        placed = self.placer.placed(found)
+    def plan(self) -> SpmdPlan:
+        """The plan of these choices, whatever memory it takes."""
+        placed = self.placer.placed(self.cheapest)
         return self.plan_of(placed, insert_boxing(self.placer.problem, placed, self.mesh))
 
     def plan_of(self, placed: Placed, boxed: Boxed) -> SpmdPlan:

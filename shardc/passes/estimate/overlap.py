@@ -1,5 +1,5 @@
-"""Collectives that overlap with computation. This enters `Plan.seconds`; the second search
-has it as windows (`shardc/passes/place/windows.py`).
+"""Collectives that overlap with computation. This enters `Plan.seconds`; the search counts
+on an average (`HIDDEN` of `shardc/passes/place/value_tables.py`).
 
 A collective can go on from when its operand is made until the first computing equation that depends on its result. It
 overlaps with what the device computes in between: the gather of a layer's weights with the products before those that
@@ -73,13 +73,11 @@ def hidden_beside(
     reads = [(eqn, [a for a in eqn.invars if not compat.is_literal(a)]) for eqn in jaxpr.eqns]
     begins, ends = _begins(reads, wanted, computing), _ends(reads, wanted, computing)
     spans = [(max(begins[e] for e in eqns), min(ends[e] for e in eqns), seconds) for eqns, seconds in sending]
-    steps, (sent, _) = list(computing), sent_beside(spans, list(computing.values()))
+    steps, sent = list(computing), _sent_beside(spans, list(computing.values()))
     return [{steps[at]: seconds for at, seconds in some.items()} for some in sent]
 
 
-def sent_beside(
-    spans: Sequence[tuple[int, int, float]], computed: Sequence[float]
-) -> tuple[list[dict[int, float]], list[float]]:
+def _sent_beside(spans: Sequence[tuple[int, int, float]], computed: Sequence[float]) -> list[dict[int, float]]:
     """The use of the links while a device computes, if that which is needed first is sent first.
 
     Args:
@@ -87,13 +85,13 @@ def sent_beside(
       computed: the seconds of each step.
 
     Returns:
-      For each collective the seconds that are sent beside each step; and of each step the seconds in which nothing is.
+      For each collective the seconds that are sent beside each step.
     """
     ready: list[list[tuple[int, int]]] = [[] for _ in range(len(computed) + 1)]
     for k, (begin, end, seconds) in enumerate(spans):
         if seconds > 0 and begin < end:
             ready[begin].append((end, k))
-    left, waiting, idle = [seconds for _, _, seconds in spans], list[tuple[int, int]](), list[float]()
+    left, waiting = [seconds for _, _, seconds in spans], list[tuple[int, int]]()
     found: list[dict[int, float]] = [{} for _ in spans]
     for now, (seconds, more) in enumerate(zip(computed, ready, strict=False)):
         for one in more:
@@ -105,8 +103,7 @@ def sent_beside(
                 left[k], seconds = left[k] - sent, seconds - sent
             if end <= now or not left[k]:
                 heapq.heappop(waiting)
-        idle.append(seconds)
-    return found, idle
+    return found
 
 
 def _begins(reads: Reads, wanted: Set[Eqn], computing: Mapping[Eqn, float]) -> dict[Eqn, int]:

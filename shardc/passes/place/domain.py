@@ -24,7 +24,7 @@ from shardc.passes.place.problem import Node, Problem, Reader, Value, digits, fi
 from shardc.passes.place.rings import Rings, offer_rings
 from shardc.passes.place.value_tables import ValueTables
 from shardc.sbp.boxing import BoxingTable
-from shardc.sbp.cost import FEMTO, HIDING, LIGHT, avoided_cost, element_seconds, heavy_seconds, memory_seconds
+from shardc.sbp.cost import FEMTO, LIGHT, avoided_cost, element_seconds, heavy_seconds, memory_seconds
 from shardc.sbp.piece import internal_steps, sent_cost
 from shardc.sbp.placement import P, Placement, ReduceOp, S, is_even
 from shardc.sbp.signature import Setting
@@ -36,8 +36,6 @@ GROWTH_PENALTY: Final = 1e3
 MOST_CHOICES: Final = 192
 """Choices of a hold, at most. If the pairs of placements would be more, as on three axes, the hold keeps its value in
 one placement (docs/design/all-axes-together.md)."""
-LONGEST_WINDOW: Final = 10.0
-"""Seconds of a boxing that overlap, at most: less than what is added to one that the mesh avoids."""
 CARRIED: Final = 1e-3
 """Share of the memory traffic of a value that a node only carries: it decides between placements that move the same
 bytes."""
@@ -56,7 +54,6 @@ class Domain:
       rows: for each port (choices,) the row of its table, that is its placement.
       also: for a hold with two placements, the row of the second one; equal to the first where there is one. None for
         other nodes.
-      moving: (choices,) the part of `seconds` in which the pieces of a ring keep the links busy; None: no ring.
     """
 
     options: NDArray[np.int64]
@@ -65,7 +62,6 @@ class Domain:
     tables: tuple[BoxingTable | None, ...]
     rows: tuple[NDArray[np.int64] | None, ...]
     also: NDArray[np.int64] | None = None
-    moving: NDArray[np.float64] | None = None
 
     def choices_at(self, ports: Mapping[int, Placement]) -> NDArray[np.bool_]:
         """A mask of the choices that have these placements at these ports; a literal matches any placement."""
@@ -318,20 +314,15 @@ class Domains(ValueTables):
             for i, (t, r) in enumerate(zip(d.tables, d.rows, strict=True))
         )
 
-    def edge(self, value: Value, reader: Reader, window: float = 0.0) -> Given:
-        """The cost of the boxing between maker and reader, for each pair of their choices.
-
-        Args:
-          window: seconds of each execution that overlap with computing.
-        """
+    def edge(self, value: Value, reader: Reader) -> Given:
+        """The cost of the boxing between maker and reader, for each pair of their choices."""
         maker, into = self.of[value.maker.number], self.of[reader.node.number]
         port = len(value.maker.operands) + value.port
         table, rows, columns = maker.tables[port], maker.rows[port], into.rows[reader.port]
         assert table is not None and rows is not None and columns is not None
-        window = min(window, LONGEST_WINDOW, float(table.seconds.max()))
-        key = (id(table), id(rows), id(columns), reader.weight, reader.small, value.stacked, window)
+        key = (id(table), id(rows), id(columns), reader.weight, reader.small, value.stacked)
         if key not in self._edges:
-            matrix = self._priced(table, reader, value, window)
+            matrix = self._priced(table, reader, value)
             found = Lookup(matrix, rows, columns)
             if into.also is not None:  # a tree to two placements
                 one, other = found.whole(), Lookup(matrix, rows, into.also).whole()
@@ -344,12 +335,11 @@ class Domains(ValueTables):
             self._edges[key] = found
         return self._edges[key]
 
-    def _priced(self, table: BoxingTable, reader: Reader, value: Value, window: float) -> NDArray[np.float64]:
+    def _priced(self, table: BoxingTable, reader: Reader, value: Value) -> NDArray[np.float64]:
         """(rows, rows) the cost of boxing a value for a reader, in seconds over all executions."""
-        key = (id(table), reader.weight, reader.small, value.stacked, window)
+        key = (id(table), reader.weight, reader.small, value.stacked)
         if key not in self._matrices:
-            exposed = np.maximum(table.seconds - window, HIDING * table.seconds) if window else table.seconds
-            cost = reader.weight * exposed
+            cost = reader.weight * self.exposed * table.seconds
             if reader.small or value.stacked:
                 before, after = table.local_bytes[:, None], table.local_bytes
                 wrong = (after > before) if reader.small else (after < before)
@@ -385,7 +375,6 @@ def _with_rings(d: Domain, r: Rings) -> Domain:
     return Domain(
         np.concatenate([d.options, r.options]), np.concatenate([d.orders, r.orders]),
         np.concatenate([d.seconds, r.seconds]), d.tables, rows,
-        moving=np.concatenate([np.zeros(len(d.seconds)), r.moving]),
     )  # fmt: skip
 
 

@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 
 from shardc.machine.mesh import MeshView
 from shardc.passes.place.domain import Domain, Domains
-from shardc.passes.place.problem import Node, Problem, Reader, Value
-from shardc.passes.place.windows import OverlapWindows, Windows, edge_key
+from shardc.passes.place.problem import Node, Problem
 from shardc.sbp.placement import Placement
 from shardc.solver import (
     ROUNDING,
@@ -81,14 +80,14 @@ class Tables:
     unpriced: Tables | None = None
 
     @classmethod
-    def of(cls, problem: Problem, domains: Domains, windows: Windows, memo: Memo) -> Tables:
-        """The tables of a problem. `windows`: the computing that boxings overlap with."""
+    def of(cls, problem: Problem, domains: Domains) -> Tables:
+        """The tables of a problem."""
+        memo = Memo()
         unary = [d.seconds for d in domains.of]
         pairwise: dict[tuple[int, int], Given] = {}
         for value in (v for n in problem.nodes for v in n.results):
             for reader in value.readers:
-                window = windows.get(edge_key(value, reader), 0.0)
-                i, j, cost = value.maker.number, reader.node.number, domains.edge(value, reader, window)
+                i, j, cost = value.maker.number, reader.node.number, domains.edge(value, reader)
                 if i == j:  # a loop that reads its own carry
                     alone = unary[i]
                     unary[i] = memo.do(
@@ -172,11 +171,6 @@ class Tables:
             found = min(replace(found, values=values, cost=cost), found, key=lambda a: a.cost)
         return found if together is None else replace(found, bound=-math.inf)
 
-    def near(self, start: Sequence[int]) -> list[int]:
-        """The best choices that a search from `start` finds until they are settled. Nothing is proved: repeated layers
-        get the same placements."""
-        return self.minimize(start, close=SETTLED, together=self.together).values
-
     def move(
         self, start: Sequence[int], sweeps: int = SWEEPS, among: Callable[[Sequence[Index]], Tables] | None = None
     ) -> list[int]:
@@ -209,41 +203,22 @@ class Placer:
     def __init__(self, problem: Problem, mesh: MeshView) -> None:
         self.problem, self.mesh = problem, mesh
         self.domains = Domains(problem, mesh, [a for a, n in mesh.axes if n > 1])
-        self.tables = Tables.of(problem, self.domains, {}, Memo())
-
-    def overlapping(self, found: Assignment) -> Tables:
-        """The tables in which each boxing costs only what does not overlap with computing, beside a solution that says
-        how long devices compute and what else is sent."""
-        domains, chosen = self.domains, found.values
-
-        def computing(n: Node) -> float:
-            d, choice = domains.of[n.number], chosen[n.number]
-            busy = 0.0 if d.moving is None else d.moving[choice]
-            return float(d.seconds[choice] - busy) / n.weight if n.weight else 0.0
-
-        def sending(value: Value, reader: Reader) -> float:
-            cost = domains.edge(value, reader)[chosen[value.maker.number], chosen[reader.node.number]]
-            return float(cost) / reader.weight if reader.weight else 0.0
-
-        share = self.mesh.topology.most_hidden
-        windows = OverlapWindows.of(self.problem, computing, sending)
-        windows = {edge: share * seconds for edge, seconds in windows.items()}
-        return Tables.of(self.problem, domains, windows, self.tables.memo)
+        self.tables = Tables.of(problem, self.domains)
 
     def least_seconds(self, bound: float, cost: float, seconds: float) -> float:
         """A lower bound of the seconds of all plans but for their launch.
 
-        Nothing is faster than its computing, nor, where all is hidden that can be, than half of the least sum of
-        computing and collectives. Where nothing is, it is the least sum. Collectives that start together are taken to
-        save no more than in the plan at hand.
+        Nothing is faster than its computing. Where collectives are hidden most is hidden if they take as long as the
+        computing; the search's cost has a share of them. Where nothing is hidden, the bound is the least sum.
+        Collectives that start together are taken to save no more than in the plan at hand.
 
         Args:
           bound: of the search's cost.
           cost, seconds: of the plan at hand.
         """
-        heavy = any(n.kind == "operation" and not n.is_light for n in self.problem.nodes)
-        if heavy and (share := self.mesh.topology.most_hidden):
-            return max(sum(float(d.seconds.min()) for d in self.domains.of), bound * (1 - share / 2))
+        if (exposed := self.domains.exposed) < 1:
+            share = (2 - self.mesh.topology.most_hidden) / (1 + exposed)
+            return max(sum(float(d.seconds.min()) for d in self.domains.of), bound * share)
         return bound - max(0.0, cost - seconds)
 
     def placed(self, found: Assignment) -> Placed:

@@ -40,7 +40,6 @@ class Rings:
     options: NDArray[np.int64]
     orders: NDArray[np.intp]
     seconds: NDArray[np.float64]
-    moving: NDArray[np.float64]
     rows: tuple[NDArray[np.int64], ...]
 
 
@@ -107,11 +106,9 @@ class _RingOffer:
         rows = [domains.rows_of(v, self.columns[options, p], orders) for p, v in enumerate(self.values)]
         keep = first_of_alike([which, *rows])
         which, options, orders, rows = which[keep], options[keep], orders[keep], [r[keep] for r in rows]
-        seconds, moving, saved = self._seconds(rings, which, options, orders, rows)
+        seconds, saved = self._seconds(rings, which, options, orders, rows)
         keep, weight = saved >= 0, self.node.weight
-        return Rings(
-            options[keep], orders[keep], weight * seconds[keep], weight * moving[keep], tuple(r[keep] for r in rows)
-        )
+        return Rings(options[keep], orders[keep], weight * seconds[keep], tuple(r[keep] for r in rows))
 
     def _ring(self, axis: int, s: Signature) -> Ring:
         assert s.around is not None
@@ -123,22 +120,21 @@ class _RingOffer:
     def _seconds(
         self, rings: Sequence[Ring], which: NDArray[np.intp], options: NDArray[np.int64], orders: NDArray[np.intp],
         rows: Sequence[NDArray[np.int64]],
-    ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:  # fmt: skip
-        """For each choice the seconds of one execution, those of its permutes, and the saving over a product with a
-        boxing, minus the required saving."""
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:  # fmt: skip
+        """For each choice the seconds of one execution, and the saving over a product with a boxing, minus the required
+        saving."""
         mesh, op = self.domains.mesh, operation_of(self.node.equation)
         flops = np.full(len(options), self.rule.flops)
         for factor, counts in self.domains.splits(self.signatures, options).items():
             size = self.sizes[factor]
             flops = flops / (size / -(-size // counts))
         held = [t.local_bytes[r].astype(np.float64) for t, r in zip(self.tables, rows, strict=True)]
-        found, moving, boxing, memory = *np.empty((3, len(options))), np.sum(held, 0)
+        found, boxing, memory = *np.empty((2, len(options))), np.sum(held, 0)
         ends = np.searchsorted(which, np.arange(len(rings) + 1))
         for ring, begin, end in zip(rings, ends, ends[1:], strict=False):
             some, port = slice(begin, end), ring.port(self.rule)
             table, around = self.tables[port], rows[port][some]
-            price = ring_price(ring, self.rule, op, [h[some] for h in held], flops[some], mesh)
-            found[some], moving[some] = price.total, price.moving
+            found[some] = ring_price(ring, self.rule, op, [h[some] for h in held], flops[some], mesh).total
             columns = self.columns[:, port].copy()  # without a ring the operand is whole, the result partial
             columns[len(self.node.options) :] = 1 if ring.operand is None else 0
             plain = self.domains.rows_of(self.values[port], columns[options[some]], orders[some])
@@ -146,5 +142,7 @@ class _RingOffer:
             memory[some] += table.local_bytes[plain] - held[port][some]
         for port, share in self.node.traffic:  # a result in pieces is read again, and added by itself
             found += 3 * share * held[port] / mesh.topology.memory_rate
-        whole = boxing + heavy_seconds(flops, memory, mesh, work_dtype(self.node.equation), kind=self.rule.kind)
-        return found, moving, whole - found - np.maximum(LEAST_SECONDS, LEAST_SHARE * whole)
+        whole = self.domains.exposed * boxing + heavy_seconds(
+            flops, memory, mesh, work_dtype(self.node.equation), kind=self.rule.kind
+        )
+        return found, whole - found - np.maximum(LEAST_SECONDS, LEAST_SHARE * whole)

@@ -125,6 +125,7 @@ def function(case, mesh, **options):
     return shardc.function(fn, mesh=mesh, in_placements=pins, **options), args
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("axes", [{"data": 4, "model": 2}, {"data": 3, "model": 2}], ids=str)
 @pytest.mark.parametrize("case", list(CASES))
 def test_nothing_is_found_where_nothing_is_wrong(case, axes):

@@ -144,6 +144,7 @@ def test_time_says_how_much_is_recomputed(checkpoint: bool) -> None:
     assert (f" computing, {seconds_text(plan.time.recompute)} of it to recompute" in plan.explain()) is checkpoint
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "rel"), [("mlp", 1e-9), ("resnet", 1e-9), ("unet", 1e-9), ("vit", 1e-9), ("gpt2", 0.03), ("t5", 0.03)]
 )

@@ -20,7 +20,6 @@ from shardc.passes.place.place import Tables, place
 from shardc.passes.place.problem import Requirement, build_problem, first_of_alike
 from shardc.passes.trace.canonicalize import canonicalize
 from shardc.sbp.placement import Pin, Placement
-from shardc.solver import Memo
 
 FUNCTIONS = {
     "two matmuls": (lambda x, w, v: (x @ w) @ v, [(16, 4), (4, 8), (8, 4)]),
@@ -44,7 +43,7 @@ def test_one_axis_is_solved_to_the_optimum(name, pin):
     mesh = view(make_mesh(topology="cpu", a=4))
     problem = problem_of(name, pin)
     placed = place(problem, mesh)
-    tables = Tables.of(problem, Domains(problem, mesh, ("a",)), {}, Memo())
+    tables = Tables.of(problem, Domains(problem, mesh, ("a",)))
     choices = [range(len(u)) for u in tables.unary]
     assert np.prod([len(c) for c in choices]) < 3e6
     best = np.inf
