@@ -81,7 +81,7 @@ def says(lines, wanted):
     return found
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("shape, fault", CASES)
 def test_who_does_not_come(shape, fault, tmp_path):
     code, losses, lines = run(shape, fault, tmp_path)

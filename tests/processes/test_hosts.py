@@ -66,6 +66,7 @@ def test_a_break_of_three_seconds_costs_three_seconds(tmp_path, losses):
         ends_well(h, run, losses)
 
 
+@pytest.mark.sampled(0)
 def test_a_host_that_is_paused_for_three_seconds_costs_three_seconds(tmp_path, losses):
     with hosts(2, tmp_path) as h:
         run = start(h)

@@ -8,7 +8,7 @@ CASES = ["a_layer_to_each_process", "a_run_goes_on", "a_failure_is_one_error_in_
 MORE = ["layers_of_a_scan", "checkpoints", "a_pipeline_outside_of_a_flow_too"]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(0)
 def test_a_pipeline_of_two_processes_as_a_node():
     run(CASES, processes=3, module="tests.processes.pipeline_flows")
 

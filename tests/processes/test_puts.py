@@ -26,6 +26,6 @@ def test_flows_of_two_processes():
     run(names, islands=1, devices=4, module="tests.processes.wide_flows", words=PUT)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(0)
 def test_islands_of_two_processes():
     run(["a_learner_of_two_processes", "random_keys_and_uneven_arrays"], 4, 2, "tests.processes.wide_flows", 2, PUT)
