@@ -150,7 +150,8 @@ def _time(plan: MpmdPlan, timeline: Timeline) -> str:
     return (
         f"{about_text(plan).capitalize()} {seconds_text(whole)} a call: rank {busy.index(most)} is busy longest, "
         f"{seconds_text(most)} ({_share(most, whole)}); rank {busy.index(least)} is idle longest, "
-        f"{seconds_text(timeline.bubble)} ({_share(timeline.bubble, whole)}); between its first and its last task a rank is idle for {between}."
+        f"{seconds_text(timeline.bubble)} ({_share(timeline.bubble, whole)}); between its first and its last task a "
+        f"rank is idle for {between}."
     )
 
 
