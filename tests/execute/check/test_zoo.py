@@ -41,7 +41,7 @@ def check_of(model, plan, axes, dtype):
     with jax.enable_x64(dtype == "float64"):
         init, step = known.make_step(cfg)
         state = numbers(jax.eval_shape(init, jax.random.key(0)), jnp.dtype(dtype))
-        batch = next(iter(known.batches(cfg, 12, 0)))
+        batch = next(iter(known.batches(cfg, getattr(cfg, "carts", 12), 0)))
         f = shardc.function(mesh=shardc.make_mesh(**axes), **known.plans[plan]())(step)
         report = f.compile(*state, batch).check(*state, batch)
     assert report.ok, str(report)
