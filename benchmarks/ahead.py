@@ -73,10 +73,10 @@ MIDDLE = {
 def planned_step(model: str, topology: str, stages: int) -> tuple[Any, tuple[Any, ...]]:
     """The function of a model's training step on a machine, and the shapes of its arguments."""
     zoo, middle = MODELS[model], MIDDLE[model]
-    cfg = replace(zoo.configs["tiny"], **middle.changes)
+    listed = {"scan_layers": False} if stages and "scan_layers" in middle.changes else {}
+    cfg = replace(zoo.configs["tiny"], **middle.changes | listed)
     options, axes, hooks = zoo.plans[middle.plan](), grown(middle.axes, topology), ()
     if stages:
-        cfg = replace(cfg, scan_layers=False)
         options, axes = zoo.plans["pipeline"](), {"pipe": stages, "data": 8 // stages, "model": 1}
         hooks = partial(shardc.accumulate, microbatches=2 * stages), between(zoo.blocks(cfg), stages)
     init, step = zoo.make_step(cfg, *hooks)
