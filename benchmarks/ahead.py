@@ -38,7 +38,7 @@ class Middle:
     plan: str
     axes: Mapping[str, int]
     rows: int
-    changes: Mapping[str, Any]
+    changes: dict[str, Any]
     image: tuple[int, ...] = ()
 
 
@@ -75,9 +75,12 @@ def planned_step(model: str, topology: str, stages: int) -> tuple[Any, tuple[Any
     zoo, middle = MODELS[model], MIDDLE[model]
     listed = {"scan_layers": False} if stages and "scan_layers" in middle.changes else {}
     cfg = replace(zoo.configs["tiny"], **middle.changes | listed)
-    options, axes, hooks = zoo.plans[middle.plan](), grown(middle.axes, topology), ()
+    options, hooks = zoo.plans[middle.plan](), ()
+    axes: Any = grown(middle.axes, topology)
     if stages:
-        options, axes = zoo.plans["pipeline"](), {"pipe": stages, "data": 8 // stages, "model": 1}
+        assert zoo.blocks is not None, f"{model} is no stack of blocks"
+        options = zoo.plans["pipeline"]()
+        axes = {"pipe": stages, "data": 8 // stages, "model": 1}
         hooks = partial(shardc.accumulate, microbatches=2 * stages), between(zoo.blocks(cfg), stages)
     init, step = zoo.make_step(cfg, *hooks)
     batch = {

@@ -17,6 +17,7 @@ CASES = [
     for model, known in MODELS.items()
     for k, plan in enumerate(p for p in known.plans if p != "pipeline")
     for dtype in TYPES
+    if (model, dtype) != ("ppo", "bfloat16")  # its dice are float32, and the carts that they move with them
 ]
 
 
