@@ -222,6 +222,8 @@ class Topology:
 _NOT_IN_FILES: Final = ("layout", "pod")
 _TABLES: Final = ("rates", "together", "combined", "shares", "starts", "overlaps")
 """Fields that are objects in files, from names to numbers."""
+_REPLACED: Final = ("element", "cached")
+"""Names that older files have in place of `vector` and `special`."""
 
 
 def _hops(span: AxisSpan) -> int:
@@ -633,7 +635,14 @@ def _named(data: Any, of: type[Topology] | type[Fabric], where: str) -> dict[str
         raise MeshError(f"{where}: must be an object with {', '.join(names)}.")
     found = cast(dict[str, Any], data)
     wrong = [f"has no {n!r}" for n in names if n in needed and n not in found]
-    wrong += [f"has the unknown name {n!r}.{did_you_mean(n, names)}" for n in found if n not in names]
+    wrong += [
+        f'{n!r} is no longer read: write "vector" (elementwise operations per second) and "special" (those that take '
+        "as long as one exp or sin) in its place"
+        if n in _REPLACED
+        else f"has the unknown name {n!r}.{did_you_mean(n, names)}"
+        for n in found
+        if n not in names
+    ]
     if wrong:
         raise MeshError(f"{where}: {'; '.join(wrong)}")
     return found

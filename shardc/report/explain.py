@@ -20,7 +20,7 @@ from shardc.passes.recompute.recompute import Recomputed
 from shardc.pipeline.plan import MpmdPlan, PlanView
 from shardc.plan.borders import Border
 from shardc.plan.plan import SpmdPlan
-from shardc.report.explain_pipeline import OwnSections, pipeline_sections
+from shardc.report.explain_pipeline import OwnSections, about_text, pipeline_sections, uncounted
 from shardc.report.plan_warnings import slow_axis_notes, uneven_notes
 from shardc.report.stage_text import ranges_text
 from shardc.report.tables import (
@@ -155,8 +155,7 @@ def _scans(plan: PlanView) -> Iterator[str]:
 
 def _program_sections(plan: SpmdPlan) -> OwnSections:
     """The parts of the report that only a plan of one program has."""
-    about = "about" if all(c.is_known for _, c in plan.moves) else "at least"
-    head = f"{_sent_text(plan)}; {about} {seconds_text(plan.seconds)}; {proof_text(plan)}."
+    head = f"{_sent_text(plan)}; {about_text(plan)} {seconds_text(plan.seconds)}; {proof_text(plan)}."
     memory, hbm = plan.memory, plan.mesh.topology.hbm
     fullest = Section(
         f"Memory: at most {bytes_text(memory.peak)} on each device, {percent_text(memory.peak / hbm)} of its "
@@ -166,9 +165,8 @@ def _program_sections(plan: SpmdPlan) -> OwnSections:
             f"{bytes_text(memory.results)} results"
         ],
     )
-    return OwnSections(
-        (plan.mesh,), [head, *_time(plan.time)], fullest, rewrites=[*_rewrites(plan)], recomputed=[*_recomputed(plan)]
-    )
+    lines = [head, *_time(plan.time), *uncounted(plan.mesh.topology)]
+    return OwnSections((plan.mesh,), lines, fullest, rewrites=[*_rewrites(plan)], recomputed=[*_recomputed(plan)])
 
 
 def _sent_text(plan: SpmdPlan) -> str:
@@ -191,7 +189,7 @@ def _sent_text(plan: SpmdPlan) -> str:
 
 def proof_text(plan: PlanView) -> str:
     """The proof of a plan."""
-    unknown = not all(c.is_known for _, c in plan.moves)
+    unknown = about_text(plan) == "at least"
     return optimality_text(plan.gap) + " but for what is unknown" * unknown
 
 

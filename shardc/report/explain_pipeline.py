@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Final
 
@@ -10,10 +10,11 @@ from shardc.arrays.remote_array import SMALL, bytes_of, is_small
 from shardc.ir.collective import known_bytes, unknown_among
 from shardc.machine.mesh import MeshView
 from shardc.machine.puts import HERE
+from shardc.machine.topology import Topology
 from shardc.passes.estimate.plan_cost import Time
 from shardc.pipeline.cut.split_tasks import StageTask
 from shardc.pipeline.place_stages import Stage
-from shardc.pipeline.plan import MpmdPlan, task_seconds
+from shardc.pipeline.plan import MpmdPlan, PlanView, task_seconds
 from shardc.pipeline.schedule.action import Action
 from shardc.pipeline.schedule.simulate import Timeline
 from shardc.plan.borders import Border
@@ -94,7 +95,8 @@ def _head(plan: MpmdPlan, timeline: Timeline) -> list[str]:
     lines = [
         f"{number_text(len(plan.stages), 'stage')} on {number_text(schedule.ranks, 'rank')}{chunks}; {schedule.name}, "
         f"{number_text(schedule.microbatches, 'microbatch')}{_recompute(plan)}.",
-        _time(timeline),
+        _time(plan, timeline),
+        *uncounted(plan.mesh.topology),
         f"A device sends at most {bytes_text(plan.known_bytes)} a call{_besides(plan)}; on all stages together there "
         f"are {number_text(len(plan.moves), 'collective')} and {number_text(len(plan.transfers), 'transfer')}.",
     ]
@@ -126,7 +128,18 @@ def _recompute(plan: MpmdPlan) -> str:
     return f"; {who} recomputes its forward pass in its backward pass"
 
 
-def _time(timeline: Timeline) -> str:
+def about_text(plan: PlanView) -> str:
+    """`at least` where the seconds of a plan lack a part, else `about`."""
+    return "about" if plan.mesh.topology.vector and all(c.is_known for c in plan.collectives) else "at least"
+
+
+def uncounted(machine: Topology) -> Iterator[str]:
+    """A line about work that takes no time in plans for a machine."""
+    if not machine.vector:
+        yield f'Elementwise work takes no time here: topology {machine.kind} has no "vector" (operations per second).'
+
+
+def _time(plan: MpmdPlan, timeline: Timeline) -> str:
     """One line: time of a call, and how long ranks are busy and idle."""
     whole, busy = timeline.makespan, timeline.busy
     most, least = max(busy), min(busy)
@@ -135,9 +148,10 @@ def _time(timeline: Timeline) -> str:
     if min(inner) != max(inner):
         between = f"{seconds_text(min(inner))} to {between}"
     return (
-        f"About {seconds_text(whole)} a call: rank {busy.index(most)} is busy longest, {seconds_text(most)} "
-        f"({_share(most, whole)}); rank {busy.index(least)} is idle longest, {seconds_text(timeline.bubble)} "
-        f"({_share(timeline.bubble, whole)}); between its first and its last task a rank is idle for {between}."
+        f"{about_text(plan).capitalize()} {seconds_text(whole)} a call: rank {busy.index(most)} is busy longest, "
+        f"{seconds_text(most)} ({_share(most, whole)}); rank {busy.index(least)} is idle longest, "
+        f"{seconds_text(timeline.bubble)} ({_share(timeline.bubble, whole)}); between its first and its last task a "
+        f"rank is idle for {between}."
     )
 
 

@@ -264,6 +264,8 @@ def broken(**changes: Any) -> str:
           "The topology: \"overlaps\" has the share 0.5 of 'rings'; it takes shares up to 1 of all_reduce, all_gather"),
         (broken(together=3), 'The topology: "together" must be an object from names to numbers, not 3.'),
         (broken(flop=1), "The topology: has the unknown name 'flop'. Did you mean \"flops\"?"),
+        (broken(element=1e-9, cached=True), "The topology: 'element' is no longer read: write \"vector\" (elementwise "
+         "operations per second) and \"special\" (those that take as long as one exp or sin) in its place; 'cached'"),
         (broken(kind="a b"), "The topology: \"kind\" must be a name of letters, digits, dots and dashes, not 'a b'."),
         (broken(shape=[2, "4"]), "The topology: \"shape\" must be a list of positive whole numbers, not [2, '4']."),
         (broken(fabrics=[]), 'The topology: "fabrics" must be a list of at least one fabric.'),

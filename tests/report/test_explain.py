@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import shardc
 from shardc import S
+from shardc.machine.mesh import view
 from shardc.plan.plan import Unlimited
 from shardc.report.explain import BOUND, compared_text, sections_of
 from shardc.report.tables import bytes_text, report_text
@@ -46,6 +47,15 @@ def test_mlp_data_and_tensor_parallel(mesh, golden):
     )
     plan = step.plan(mlp_params(), {"x": f32(32, 16), "y": f32(32, 16)})
     golden("mlp", plan.explain())
+
+
+def test_seconds_without_elementwise_work_are_at_least(mesh):
+    file = replace(view(mesh).topology, kind="mine", vector=0.0, shape=(), layout=()).to_json()
+    mine = shardc.make_mesh(topology=file, data=4, model=2)
+    lacking, whole = (shardc.function(jnp.tanh, mesh=m).plan(f32(64, 32)).explain() for m in (mine, mesh))
+    assert re.search(r"; at least .*s; proved optimal but for what is unknown\.\n", lacking)
+    assert 'Elementwise work takes no time here: topology mine has no "vector" (operations per second).\n' in lacking
+    assert re.search(r"; about .*s; proved optimal\.\n", whole) and "takes no time" not in whole
 
 
 def test_an_operation_without_a_rule(mesh, golden):

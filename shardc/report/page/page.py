@@ -14,6 +14,7 @@ from shardc.pipeline.plan import MpmdPlan, PlanView
 from shardc.plan.plan import SpmdPlan
 from shardc.report.chart import Chart, planned_chart
 from shardc.report.explain import compared_text, notes_of, proof_text, sections_of, why_placed
+from shardc.report.explain_pipeline import about_text
 from shardc.report.page.charts import chart_data, course_data, ranks_data
 from shardc.report.page.equations import program_rows
 from shardc.report.page.modules import PlacedRows, modules_data, totals_data
@@ -164,7 +165,7 @@ def figures_of(plan: PlanView) -> list[Figure]:
     launching = f", {seconds_text(time.launch)} launching" if time.launch else ""
     unknown = unknown_among(c for _, c in plan.moves)
     without = f"; unknown: {', '.join(unknown)}" if unknown else ""
-    least = "at least " * bool(unknown)
+    least = "at least " * (about_text(plan) == "at least")
     pipeline = isinstance(plan, MpmdPlan)
     most = "at most " * (pipeline or (not unknown and any(c.at_most for _, c in plan.moves)))
     sent, collectives = most + bytes_text(plan.bytes_per_device), number_text(len(plan.moves), "collective")

@@ -17,6 +17,7 @@ CASES = [
     for model, known in MODELS.items()
     for k, plan in enumerate(p for p in known.plans if p != "pipeline")
     for dtype in TYPES
+    if (model, dtype) != ("ppo", "bfloat16")  # its dice are float32, and the carts that they move with them
 ]
 
 
@@ -41,7 +42,7 @@ def check_of(model, plan, axes, dtype):
     with jax.enable_x64(dtype == "float64"):
         init, step = known.make_step(cfg)
         state = numbers(jax.eval_shape(init, jax.random.key(0)), jnp.dtype(dtype))
-        batch = next(iter(known.batches(cfg, 12, 0)))
+        batch = next(iter(known.batches(cfg, getattr(cfg, "carts", 12), 0)))
         f = shardc.function(mesh=shardc.make_mesh(**axes), **known.plans[plan]())(step)
         report = f.compile(*state, batch).check(*state, batch)
     assert report.ok, str(report)
