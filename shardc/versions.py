@@ -6,8 +6,8 @@ import re
 import warnings
 from typing import Final
 
-VERSION: Final = "0.1.0"
-"""Of shardc itself."""
+VERSION: Final = "0.2.0"
+"""Of shardc itself; the wheel has it from here."""
 OLDEST: Final = "0.10"
 NEWEST: Final = "0.12.0.1"
 """The newest release in locks/."""

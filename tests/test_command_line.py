@@ -274,5 +274,8 @@ def test_version_and_help_do_without_jax():
 
 
 def test_the_version_is_that_of_the_package():
-    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
-    assert (project["version"], project["scripts"]) == (VERSION, {"shardc": "shardc.__main__:main"})
+    root = Path(__file__).parents[1]
+    project = tomllib.loads((root / "pyproject.toml").read_text())
+    pattern = project["tool"]["hatch"]["version"]["pattern"]
+    assert re.search(pattern, (root / "shardc" / "versions.py").read_text())["version"] == VERSION
+    assert project["project"]["scripts"] == {"shardc": "shardc.__main__:main"}

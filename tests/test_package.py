@@ -81,11 +81,12 @@ def test_the_command_runs_from_an_empty_folder(installed: Path, tmp_path: Path) 
     assert python(str(command), "--version", cwd=tmp_path, first=[installed]) == f"shardc {shardc.__version__}\n"
 
 
-def test_the_page_on_installing_has_every_extra_and_the_versions_of_the_locks() -> None:
-    page = (ROOT / "docs" / "install.md").read_text()
+def test_the_pages_have_every_extra_the_version_and_the_versions_of_the_locks() -> None:
+    page, tested = ((ROOT / "docs" / name).read_text() for name in ("install.md", "tested.md"))
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)) == set(extras) - {"dev", "docs", "peers"}
-    rows = re.findall(r"^\| (3\.\d+) \| (.*) \|$", page, re.MULTILINE)
+    assert set(re.findall(r"shardc-([\d.]+)-py3", page)) == {shardc.__version__}
+    rows = re.findall(r"^\| (3\.\d+) \| (.*) \|$", tested, re.MULTILINE)
     assert {f"python{version}.txt" for version, _ in rows} == {p.name for p in (ROOT / "locks").iterdir()}
     for version, row in rows:
         locked = dict(

@@ -339,7 +339,7 @@ def choose_devices(devices: Sequence[Any], axes: Mapping[str, int]) -> list[Any]
         where = "this machine has" if processes == 1 else f"the {processes} processes of this run have"
         here = need if processes == 1 else -(-need // processes)
         fakes = (
-            f"set the environment variable XLA_FLAGS=--xla_force_host_platform_device_count={here} before JAX starts"
+            f"set XLA_FLAGS=--xla_force_host_platform_device_count={here} and NPROC={2 * here} before Python starts"
             if current() is None
             else f"start the run with --devices {here}"
         )

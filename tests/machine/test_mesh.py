@@ -126,7 +126,7 @@ NEEDS = "A mesh needs a positive number of devices for each axis, got"
         (
             lambda: make_mesh(a=4, b=4),
             "The mesh a=4 x b=4 needs 16 devices, this machine has 8 (cpu). Use a smaller mesh; for fake CPU devices "
-            "set the environment variable XLA_FLAGS=--xla_force_host_platform_device_count=16 before JAX starts; to "
+            "set XLA_FLAGS=--xla_force_host_platform_device_count=16 and NPROC=32 before Python starts; to "
             'plan without devices name a topology, as in topology="v5p".',
         ),
         (
@@ -323,7 +323,7 @@ def test_a_smaller_mesh_takes_as_many_devices_of_each_process() -> None:
             (4, 4),
             {"data": 16},
             "The mesh data=16 needs 16 devices, the 2 processes of this run have 8 (cpu). Use a smaller mesh; for fake "
-            "CPU devices set the environment variable XLA_FLAGS=--xla_force_host_platform_device_count=8 before JAX "
+            "CPU devices set XLA_FLAGS=--xla_force_host_platform_device_count=8 and NPROC=16 before Python "
             'starts; to plan without devices name a topology, as in topology="v5p".',
         ),
     ],

@@ -513,8 +513,8 @@ def test_put(mesh):
 MESHES = {
     "more than the machine": (
         {"data": 16},
-        "The mesh data=16 needs 16 devices, this machine has 8 (cpu). Use a smaller mesh; for fake CPU devices set the "
-        "environment variable XLA_FLAGS=--xla_force_host_platform_device_count=16 before JAX starts; to plan without "
+        "The mesh data=16 needs 16 devices, this machine has 8 (cpu). Use a smaller mesh; for fake CPU devices set "
+        "XLA_FLAGS=--xla_force_host_platform_device_count=16 and NPROC=32 before Python starts; to plan without "
         'devices name a topology, as in topology="v5p".',
     ),
     "more than the topology": (
