@@ -6,7 +6,8 @@ where two axes of unequal sizes change what they split.
 
 Four groups of rows on eight devices: no placement on `data` alone keeps each device's rows where they are. A cut mesh
 has more axes, and a plan on it takes longer to find. So it is planned only where boxings of the plan without it ask for
-it, beside such a reshape or by themselves; and kept only if it is cheaper (`shardc.plan.make`).
+it, beside such a reshape or by themselves, and take a share of its seconds: in what they send, and in what a device
+then reads that it did not hold before. It is kept only if it is cheaper (`shardc.plan.make`).
 """
 
 from __future__ import annotations
@@ -155,9 +156,8 @@ def _by_reshape(
     for run in find_rule(op).runs:
         for axis, n in mesh.axes:
             dims = run.operand if of_operand else run.result
-            if (isinstance(here[axis], P) and not of_operand) or not any(
-                there[axis] == S(d) != here[axis] for d in dims
-            ):
+            summed = isinstance(here[axis], P) and not of_operand
+            if summed or not any(there[axis] == S(d) != here[axis] for d in dims):
                 continue
             others = [k for a, k in mesh.axes if a != axis and k > 1]
             before = [math.prod(some) for k in range(len(others) + 1) for some in itertools.combinations(others, k)]

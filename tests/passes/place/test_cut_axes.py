@@ -153,10 +153,12 @@ def test_a_saved_plan_keeps_its_sub_axes(tmp_path):
 
 def test_a_user_reads_the_names_of_the_axes():
     f = made(gate, {"data": 8}, {"data": S(0)}, {"data": S(0)})
-    text = f.plan(np.zeros(1024, "float32")).explain()
+    plan = f.plan(np.zeros(1024, "float32"))
+    text = plan.explain()
     assert "<lambda>" not in text and "gate on data=8: 8 cpu devices" in text
     assert "Axes in parts (sub-axes), the outermost first: data is data[0]=2 x data[1]=2 x data[2]=2" in text
     assert text.count("{data: S(0)}") == 2  # the argument and the result
+    assert "data[" not in plan.explain(why="x") and plan.explain(pins=True).count("{data: S(0)}") == 4
 
 
 def test_a_program_that_asks_for_none_is_not_planned_again():
