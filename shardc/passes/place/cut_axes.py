@@ -87,17 +87,17 @@ def _asked(boxed: Boxed, mesh: MeshView, eqns: Sequence[Eqn], costs: _Boxings) -
     found: dict[str, tuple[set[int], _Boxings]] = {}
     for box, cost in costs.items():
         src, dst = box.params["src"], box.params["dst"]
-        asked = list(_by_boxing(mesh, src, dst))
+        asked = list[tuple[str, int]]()
         for e in _reshapes(box.outvars, read, lambda e: e.outvars):
             asked += _by_reshape(mesh, e, src, dst, of_operand=True)
         for e in _reshapes(compat.variables(box.invars), made, lambda e: compat.variables(e.invars)):
             asked += _by_reshape(mesh, e, dst, src, of_operand=False)
-        for axis, n in asked:
+        for axis, n in (*asked, *_by_boxing(mesh, src, dst)):
             sizes, boxings = found.setdefault(axis, (set(), {}))
             sizes.add(n)
             boxings[box] = cost
-            if isinstance(dst[axis], P):
-                boxings |= {e: costs[e] for e in _of_sums(box, axis, read, boxed.placements)}
+        for axis in {axis for axis, _ in asked if isinstance(dst[axis], P)}:
+            found[axis][1].update((e, costs[e]) for e in _of_sums(box, axis, read, boxed.placements))
     return found
 
 
