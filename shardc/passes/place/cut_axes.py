@@ -33,8 +33,8 @@ from shardc.sbp.sub_axes import keeps_pieces
 MOST_AXES: Final = 3
 """Axes of a cut mesh, at most: the placements of a value grow with each one."""
 LEAST_SHARE: Final = 0.05
-"""Share of a call's seconds that the boxings which ask for sub-axes have to take. They are the most that a second search
-could save; below it that is not worth its time."""
+"""Share of a call's seconds that the boxings which ask for sub-axes have to take. They are the most that a second
+search could save; below it that is not worth its time."""
 MOST_VALUES: Final = 32
 """Values between a boxing and a reshape that are looked at."""
 
