@@ -88,7 +88,7 @@ def _or_with_axes_cut(compared: Compared[SpmdPlan | DoesNotFit]) -> Compared[Spm
     if isinstance(best, DoesNotFit):
         return compared
     pinned = [(b.placement, b.aval.shape) for b in (*best.in_borders, *best.out_borders) if b.is_fixed]
-    if not (counts := cut_axes(best.boxed, best.mesh, best.collectives, pinned)):
+    if not (counts := cut_axes(best.boxed, best.mesh, _priced(best) - best.time.launch, pinned)):
         return compared
     request = replace(compared.request, mesh=compared.request.mesh.cut(counts))
     cut = _plan_as_written(request, keeps=best.recomputed_for_speed is None)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from shardc import compat
 from shardc.ir.collective import known_bytes
 from shardc.ir.walk import itemsize_of, short_aval
+from shardc.machine.mesh import MeshView
 from shardc.passes.place.problem import Node
 from shardc.plan.counterfactual import Counterfactual, Other
 from shardc.plan.names import Box, Use, ValueName
@@ -26,6 +27,7 @@ from shardc.report.tables import (
 )
 from shardc.sbp.boxing import find_boxing
 from shardc.sbp.placement import AUTO, Pin
+from shardc.sbp.sub_axes import in_whole_axes
 
 TRIED = 3
 """The most values that are explained, and the other placements of each that are searched for."""
@@ -75,15 +77,16 @@ def _explained(asked: Counterfactual, found: Sequence[Named], pattern: str) -> I
     for alike in groups[:TRIED]:
         yield from _why(asked, alike)
     if len(groups) > TRIED:
-        yield _listed(groups[TRIED:], pattern)
+        yield _listed(groups[TRIED:], pattern, asked.plan.mesh)
 
 
-def _listed(groups: Sequence[Sequence[Named]], pattern: str) -> Section:
+def _listed(groups: Sequence[Sequence[Named]], pattern: str, mesh: MeshView) -> Section:
     rows: list[Sequence[str]] = []
     for alike in groups[:LISTED]:
         first = alike[0]
         name = times_text(fold_paths([str(v.name) for v in alike]), len(alike))
-        rows.append((name, short_aval(first.aval), placement_text(first.placement), first.name.line or "argument"))
+        at = placement_text(first.placement, mesh)
+        rows.append((name, short_aval(first.aval), at, first.name.line or "argument"))
     more = f", of which the first {LISTED}" if len(groups) > LISTED else ""
     title = f"{pattern!r} also matches {number_text(len(groups), 'other value')}{more}; name one of them to explain it"
     return Section(title, ("value", "type", "placement", "made by"), rows)
@@ -93,7 +96,7 @@ def _why(asked: Counterfactual, alike: Sequence[Named]) -> Iterator[Section]:
     value, plan = alike[0], asked.plan
     more = f" and {len(alike) - 1} more like it" if len(alike) > 1 else ""
     made = f", made at {value.name.line}" if value.name.line else ""
-    head = f"{value.name}{more}: {short_aval(value.aval)} at {placement_text(value.placement)}{made}"
+    head = f"{value.name}{more}: {short_aval(value.aval)} at {placement_text(value.placement, plan.mesh)}{made}"
     others = sorted(asked.others(value.node, value.port, TRIED), key=_rank)
     yield Section(head, lines=[_verdict(asked, value, others)])
     for title, uses in (("computed from", value.made_of), ("read by", value.uses)):
@@ -104,7 +107,7 @@ def _why(asked: Counterfactual, alike: Sequence[Named]) -> Iterator[Section]:
         yield Section(
             f"The best plans with another placement of {which}, compared with this plan",
             ("placement", ">time", ">sent", ">peak memory", ">arguments changed"),
-            [(placement_text(other.placement), *_differences(plan, other.plan)) for other in others],
+            [(placement_text(other.placement, plan.mesh), *_differences(plan, other.plan)) for other in others],
             depth=1,
         )
 
@@ -118,7 +121,7 @@ def _rank(other: Other) -> tuple[float, int, int, str]:
 def _verdict(asked: Counterfactual, value: Named, others: Sequence[Other]) -> str:
     """One sentence with the reason of a value's placement."""
     plan, pin = asked.plan, asked.pins.get(value.node)
-    here = placement_text(value.placement)
+    here = placement_text(value.placement, plan.mesh)
     uneven = dict(plan.uneven.pins) if plan.uneven and value.name.kind == "result" else {}
     if (split := uneven.get(value.name.word)) is not None:
         there = placement_text(split)
@@ -127,7 +130,7 @@ def _verdict(asked: Counterfactual, value: Named, others: Sequence[Other]) -> st
         return f"No other placement is possible{'' if pin is None else ', so the pin costs nothing'}."
     best = others[0]
     gains = faster(best.plan, plan)
-    there = placement_text(best.placement)
+    there = placement_text(best.placement, plan.mesh)
     if pin is None or pin.fixed == frozenset():
         if gains:
             return f"{there} {_costs(plan, best.plan)}: better than this plan, of which {proof_text(plan)}."
@@ -154,11 +157,12 @@ def faster(a: SpmdPlan, b: SpmdPlan) -> bool:
     return a.seconds < b.seconds * (1 - 1e-9)
 
 
-def pin_text(pin: Pin) -> str:
+def pin_text(pin: Pin, mesh: MeshView) -> str:
     """`{data: S(0)}`; with `, ...: AUTO` if axes are left open."""
     if pin.fixed is None:
-        return placement_text(pin.placement)
-    return "{" + ", ".join([*(f"{a}: {pin.placement[a]}" for a in sorted(pin.fixed)), f"...: {AUTO}"]) + "}"
+        return placement_text(pin.placement, mesh)
+    at, fixed = in_whole_axes(pin.placement, mesh), mesh.whole_names(sorted(pin.fixed))
+    return "{" + ", ".join([*(f"{a}: {at[a]}" for a in fixed), f"...: {AUTO}"]) + "}"
 
 
 def _costs(plan: SpmdPlan, other: SpmdPlan) -> str:
@@ -181,7 +185,8 @@ def _ways(plan: SpmdPlan, title: str, uses: Sequence[Use], *, is_read: bool) -> 
     """A table of a value's operands or readers, with the boxings between. A boxing that readers share counts once."""
     rows: list[Sequence[str]] = []
     named = [(u.reader if is_read else u.value, u) for u in uses]
-    keyed = [((n.line, placement_text(u.at), _way_text(u.way)), str(n), u) for n, u in named]
+    mesh = plan.mesh
+    keyed = [((n.line, placement_text(u.at, mesh), _way_text(u.way, mesh)), str(n), u) for n, u in named]
     seen: set[tuple[ValueName | None, tuple[Box, ...]]] = set()
     for (line, at, way), names, found in fold_rows(keyed):
         steps = {(None if is_read else u.value, u.way[: k + 1]): u for u in found for k in range(len(u.way))}
@@ -193,8 +198,8 @@ def _ways(plan: SpmdPlan, title: str, uses: Sequence[Use], *, is_read: bool) -> 
     return Section("", (title, "line", "at", "boxing", ">bytes", ">time"), rows)
 
 
-def _way_text(way: Sequence[Box]) -> str:
-    return ", then ".join(f"{placement_text(b.src)} -> {placement_text(b.dst)}" for b in way)
+def _way_text(way: Sequence[Box], mesh: MeshView) -> str:
+    return ", then ".join(f"{placement_text(b.src, mesh)} -> {placement_text(b.dst, mesh)}" for b in way)
 
 
 def _sent(plan: SpmdPlan, use: Use, box: Box) -> tuple[int, float]:
@@ -233,11 +238,11 @@ def _pins(asked: Counterfactual, which: str) -> Section:
         return Section(f"{which}Pins: none")
     rows: list[Sequence[str]] = []
     for _, names, nodes in fold_rows(by_user):
-        at = ", ".join(dict.fromkeys(pin_text(asked.pins[n]) for n in nodes))
+        at = ", ".join(dict.fromkeys(pin_text(asked.pins[n], plan.mesh) for n in nodes))
         other = asked.without(nodes)
         gains = faster(other.plan, plan)
         costs = _differences(other.plan, plan)[:3] if gains else ("nothing", "", "")
-        places = list(dict.fromkeys(map(placement_text, other.placements))) if gains else ["as pinned"]
+        places = list(dict.fromkeys(placement_text(p, plan.mesh) for p in other.placements)) if gains else ["as pinned"]
         rows.append((fold_paths(names), at, str(len(nodes)), *costs, ", ".join(places)))
     return Section(
         f"{which}Pins: cost of each per call, compared with AUTO for its values while the other pins are kept",

@@ -20,9 +20,10 @@ from rich.console import Console
 from rich.table import Table
 
 from shardc.errors import number_text
-from shardc.machine.mesh import AnyMesh, stages_text, view
+from shardc.machine.mesh import AnyMesh, MeshView, stages_text, view
 from shardc.machine.topology import Topology
 from shardc.sbp.placement import Placement
+from shardc.sbp.sub_axes import in_whole_axes
 
 T = TypeVar("T")
 
@@ -64,8 +65,10 @@ def signed_text(difference: float, text: Callable[[float], str]) -> str:
     return "0" if size in (text(0), "0 s") else f"{'-' if difference < 0 else '+'}{size}"
 
 
-def placement_text(placement: Placement | str) -> str:
-    """A placement; one that names no axis is `B`."""
+def placement_text(placement: Placement | str, mesh: MeshView | None = None) -> str:
+    """A placement; one that names no axis is `B`. On a mesh with sub-axes, whole axes stand for all parts of them."""
+    if mesh is not None and isinstance(placement, Placement):
+        placement = in_whole_axes(placement, mesh)
     return "B" if str(placement) == "{}" else str(placement)
 
 

@@ -145,7 +145,23 @@ def neighbours(w, x, y):
     return ((x - jnp.roll(x, 1, 1)) @ w).var()
 
 
-FOREIGN: Final = [flattened_loss, grouped, attention, layers, nearest, neighbours]
+def group_norms(w, x, y):
+    return (jnp.linalg.norm((x @ w).reshape(4, -1, w.shape[1]), axis=(1, 2)) ** 3).sum()
+
+
+def halves(w, x, y):
+    z, half = jnp.tanh(x @ w), x.shape[0] // 2
+    return (z[:half] * z[half:]).mean()
+
+
+def six_groups(w, x, y):
+    z = (x[:, :12] @ w).reshape(6, -1, w.shape[1])
+    return (jnp.tanh(z - z.mean(1, keepdims=True)) ** 2).sum()
+
+
+FOREIGN: Final = [
+    flattened_loss, grouped, attention, layers, nearest, neighbours, group_norms, halves, six_groups,
+]  # fmt: skip
 
 
 @pytest.mark.sampled(6)

@@ -6,7 +6,8 @@ where two axes of unequal sizes change what they split.
 
 Four groups of rows on eight devices: no placement on `data` alone keeps each device's rows where they are. A cut mesh
 has more axes, and a plan on it takes longer to find. So it is planned only where boxings of the plan without it ask for
-it, beside such a reshape or by themselves; and kept only if it is cheaper (`shardc.plan.make`).
+it, beside such a reshape or by themselves, and take a share of its seconds: in what they send, and in what a device
+then reads that it did not hold before. It is kept only if it is cheaper (`shardc.plan.make`).
 """
 
 from __future__ import annotations
@@ -19,45 +20,46 @@ from typing import Final, TypeAlias
 
 from shardc import compat
 from shardc.compat import Eqn, Var
-from shardc.ir.box import Boxed, box_p
-from shardc.ir.collective import Collective
+from shardc.ir.box import Boxed, box_p, boxing_of
 from shardc.ir.constrain import pin_of
 from shardc.ir.user_shard_map import is_unit
-from shardc.ir.walk import all_eqns, operation_of, short_aval
+from shardc.ir.walk import all_eqns, executions, local_bytes, operation_of
 from shardc.machine.mesh import MeshView
+from shardc.sbp.cost import FEMTO, avoided_cost, memory_seconds
 from shardc.sbp.placement import P, Placement, S
 from shardc.sbp.signature import find_rule
 from shardc.sbp.sub_axes import keeps_pieces
 
 MOST_AXES: Final = 3
 """Axes of a cut mesh, at most: the placements of a value grow with each one."""
-LEAST_SHARE: Final = 0.1
-"""Share of a plan's bytes that the boxings which ask for sub-axes have to move: else a second search is not worth its
-time."""
+LEAST_SHARE: Final = 0.05
+"""Share of a call's seconds that the boxings which ask for sub-axes have to take. They are the most that a second
+search could save; below it that is not worth its time."""
 MOST_VALUES: Final = 32
 """Values between a boxing and a reshape that are looked at."""
 
-_Boxings: TypeAlias = dict[tuple[str, ...], float]
-"""The bytes that boxings move in a call, by value and both placements."""
+_Boxings: TypeAlias = dict[Eqn, float]
+"""The seconds that boxings take in a call."""
 
 
 def cut_axes(
-    boxed: Boxed, mesh: MeshView, collectives: Sequence[Collective], pinned: Sequence[tuple[Placement, Sequence[int]]]
+    boxed: Boxed, mesh: MeshView, seconds: float, pinned: Sequence[tuple[Placement, Sequence[int]]]
 ) -> Mapping[str, tuple[int, ...]]:
     """The devices of the sub-axes of each axis that is to be cut, the outermost first; empty if none is.
 
     Args:
-      boxed, mesh, collectives: a plan.
+      boxed, mesh: a plan.
+      seconds: those of a call of it, with those of what the mesh avoids, without its launch.
       pinned: the placements on the user's mesh, and the shapes, that arguments and results have in any case.
     """
-    eqns = all_eqns(boxed.jaxpr) if collectives else []
-    if any(map(is_unit, eqns)):
+    free, least = MOST_AXES - sum(n > 1 for _, n in mesh.axes), LEAST_SHARE * seconds
+    costs = {e: n * _seconds(e, mesh) for e, n in executions(boxed.jaxpr) if e.primitive is box_p}
+    eqns = all_eqns(boxed.jaxpr)
+    if free < 1 or not costs or sum(costs.values()) < least or any(map(is_unit, eqns)):
         return {}
     found: dict[str, tuple[int, ...]] = {}
-    free = MOST_AXES - sum(n > 1 for _, n in mesh.axes)
     inside = [(pin.placement, e.outvars[0].aval.shape) for e in eqns if (pin := pin_of(e)) is not None]
-    least = LEAST_SHARE * sum(c.bytes for c in collectives)
-    for axis, (sizes, boxings) in _asked(mesh, eqns, collectives).items():
+    for axis, (sizes, boxings) in _asked(boxed, mesh, eqns, costs).items():
         if free > 0 and sum(boxings.values()) >= least:
             counts = _in_chain(mesh.sizes[axis], sizes, free)
             cut = mesh.cut({axis: counts})
@@ -67,32 +69,51 @@ def cut_axes(
     return found
 
 
-def _asked(
-    mesh: MeshView, eqns: Sequence[Eqn], collectives: Sequence[Collective]
-) -> dict[str, tuple[set[int], _Boxings]]:
+def _seconds(box: Eqn, mesh: MeshView) -> float:
+    """Seconds of one execution of a boxing: of its collectives, and of reading what a device then holds more."""
+    boxing = boxing_of(box, mesh)
+    there, here = (local_bytes(box.outvars[0], box.params[end], mesh.sizes) for end in ("src", "dst"))
+    avoided = sum(avoided_cost(s.kind, s.axes, mesh) for s in boxing.steps) if mesh.avoids else 0
+    return boxing.seconds + avoided / FEMTO + memory_seconds(max(0, here - there), mesh)
+
+
+def _asked(boxed: Boxed, mesh: MeshView, eqns: Sequence[Eqn], costs: _Boxings) -> dict[str, tuple[set[int], _Boxings]]:
     """For each axis the devices of outer sub-axes that boxings ask for, and these boxings."""
-    moved: _Boxings = {}
-    for c in collectives:
-        moved[c.value, c.src, c.dst] = moved.get((c.value, c.src, c.dst), 0) + c.bytes
     made, read = dict[Var, list[Eqn]](), dict[Var, list[Eqn]]()
     for e in eqns:
         made |= {v: [e] for v in e.outvars}
         for v in compat.variables(e.invars):
             read.setdefault(v, []).append(e)
     found: dict[str, tuple[set[int], _Boxings]] = {}
-    for box in (e for e in eqns if e.primitive is box_p):
+    for box, cost in costs.items():
         src, dst = box.params["src"], box.params["dst"]
-        key = short_aval(box.outvars[0].aval), str(src), str(dst)
-        asked = list(_by_boxing(mesh, src, dst))
+        asked = list[tuple[str, int]]()
         for e in _reshapes(box.outvars, read, lambda e: e.outvars):
             asked += _by_reshape(mesh, e, src, dst, of_operand=True)
         for e in _reshapes(compat.variables(box.invars), made, lambda e: compat.variables(e.invars)):
             asked += _by_reshape(mesh, e, dst, src, of_operand=False)
-        for axis, n in asked:
+        for axis, n in (*asked, *_by_boxing(mesh, src, dst)):
             sizes, boxings = found.setdefault(axis, (set(), {}))
             sizes.add(n)
-            boxings[key] = moved.get(key, 0)
+            boxings[box] = cost
+        for axis in {axis for axis, _ in asked if isinstance(dst[axis], P)}:
+            found[axis][1].update((e, costs[e]) for e in _of_sums(box, axis, read, boxed.placements))
     return found
+
+
+def _of_sums(
+    box: Eqn, axis: str, read: Mapping[Var, Sequence[Eqn]], placements: Mapping[Var, Placement]
+) -> Iterator[Eqn]:
+    """The boxings of the partial sums that a boxing leads to."""
+    seen, waiting = set(box.outvars), list(box.outvars)
+    while waiting and len(seen) <= MOST_VALUES:
+        for e in read.get(waiting.pop(0), ()):
+            if e.primitive is box_p:
+                yield e
+            else:
+                more = [v for v in e.outvars if isinstance(placements[v][axis], P) and v not in seen]
+                seen.update(more)
+                waiting += more
 
 
 def _reshapes(
@@ -135,14 +156,15 @@ def _by_reshape(
     for run in find_rule(op).runs:
         for axis, n in mesh.axes:
             dims = run.operand if of_operand else run.result
-            if isinstance(here[axis], P) or not any(there[axis] == S(d) != here[axis] for d in dims):
+            summed = isinstance(here[axis], P) and not of_operand
+            if summed or not any(there[axis] == S(d) != here[axis] for d in dims):
                 continue
             others = [k for a, k in mesh.axes if a != axis and k > 1]
             before = [math.prod(some) for k in range(len(others) + 1) for some in itertools.combinations(others, k)]
             for dims, shape in ((run.operand, op.operands[0].shape), (run.result, op.results[0].shape)):
                 for size in itertools.accumulate((shape[d] for d in dims), operator.mul):
-                    parts = (size // k for k in before if size % k == 0)
-                    yield from ((axis, part) for part in parts if 1 < part < n and n % part == 0)
+                    parts = (math.gcd(size // k, n) for k in before if size % k == 0)
+                    yield from ((axis, part) for part in parts if 1 < part < n)
 
 
 def _in_chain(n: int, sizes: set[int], most: int) -> tuple[int, ...]:

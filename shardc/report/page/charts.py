@@ -26,7 +26,7 @@ def course_data(placed: PlacedProgram, found: ProgramRows, limit: int) -> dict[s
     profile, rows = placed.profile(), found.rows
     course = course_of(found, profile)
     keyed = [
-        ((short_aval(v.aval), placement_text(placed.boxed.placements[v])), str(found.names[v]), size)
+        ((short_aval(v.aval), placement_text(placed.boxed.placements[v], placed.mesh)), str(found.names[v]), size)
         for v, size in profile.largest()
         if size
     ]

@@ -74,7 +74,7 @@ class _RowWalk:
 
     def __init__(self, placed: PlacedProgram, names: Names) -> None:
         self.placements, self.names = placed.boxed.placements, names
-        self.costs = equation_costs(placed.boxed, placed.mesh)
+        self.mesh, self.costs = placed.mesh, equation_costs(placed.boxed, placed.mesh)
         self.makes: dict[tuple[object, int], str] = {}
 
     def body(self, jaxpr: Jaxpr, count: int) -> Iterator[EquationRow]:
@@ -110,7 +110,7 @@ class _RowWalk:
         placement = self.placements[v]
         key = v.aval, id(placement)
         if key not in self.makes:
-            self.makes[key] = f"{short_aval(v.aval)} at {placement_text(placement)}"
+            self.makes[key] = f"{short_aval(v.aval)} at {placement_text(placement, self.mesh)}"
         return self.makes[key]
 
     def why(self, eqn: Eqn) -> str:
@@ -122,5 +122,5 @@ class _RowWalk:
         if not compat.is_literal(atom) and self.names.values[atom].is_copy:
             leaves = f"a copy of {f'what {made} makes' if is_made else made} is"
         reads = "it leaves the program, or its loop," if reader is None else f"{reader.word} reads it"
-        src, dst = placement_text(eqn.params["src"]), placement_text(eqn.params["dst"])
+        src, dst = (placement_text(eqn.params[end], self.mesh) for end in ("src", "dst"))
         return f"{leaves} at {src}; {reads} at {dst}"

@@ -93,7 +93,7 @@ def _asking_pins(plan: SpmdPlan, forbidden: Forbidden) -> str:
             lines: list[str] = []
             for _, names, nodes in fold_rows(rows):
                 if not _moves(asked.without(nodes).plan, forbidden):
-                    at = ", ".join(dict.fromkeys(pin_text(asked.pins[n]) for n in nodes))
+                    at = ", ".join(dict.fromkeys(pin_text(asked.pins[n], asked.plan.mesh) for n in nodes))
                     lines.append(times_text(f"{fold_paths(names)} at {at}", len(names)))
             return all_offenders(one, _first(lines)) if lines else all_of_them
     return "It is not for the pins: the computation asks for it, or a result that has to be whole. Forbid less."
