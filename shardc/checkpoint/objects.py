@@ -23,12 +23,18 @@ from urllib.parse import parse_qsl
 
 from shardc.errors import ArgumentError, CheckpointError, did_you_mean
 
-SECONDS: Final = 120.0
-"""For one request of a small object. tensorstore repeats what fails, for a quarter of an hour."""
+SECONDS: Final = 60.0
+"""For one request of a small object: tensorstore repeats it as long as nobody answers."""
 DATA: Final = "data/"
 """What begins the keys of the contents of all folders."""
 _DRIVERS: Final = {"s3": "s3", "gs": "gcs", "memory": "memory"}
 """The drivers of tensorstore by the scheme of a URL. `memory` is that of this process, for tests."""
+
+_CREDENTIALS: Final = (
+    " Credentials are looked for where the tools of the store do: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
+    "~/.aws/credentials or the role of the machine; for gs:// GOOGLE_APPLICATION_CREDENTIALS, `gcloud auth "
+    "application-default login` or the service account of the machine."
+)
 
 
 def module(name: str) -> Any:
@@ -229,9 +235,10 @@ def _as_os_errors(path: ObjectPath) -> Generator[None]:
     try:
         yield
     except TimeoutError as error:
-        raise TimeoutError(f"{path}: the store has not answered for {SECONDS:g} s") from error
+        raise TimeoutError(f"{path}: the store has not answered for {SECONDS:g} s.{_CREDENTIALS}") from error
     except (ValueError, RuntimeError, PermissionError) as error:
-        raise OSError(f"{path}: {error}") from error
+        refused = any(word in str(error) for word in ("PERMISSION_DENIED", "UNAUTHENTICATED"))
+        raise OSError(f"{path}: {error}.{_CREDENTIALS if refused else ''}") from error
 
 
 def directory_at(directory: str | os.PathLike[str]) -> AnyPath:
