@@ -142,9 +142,10 @@ class ObjectPath:
             return self._store.read(self._key).result(timeout=SECONDS)
 
     def _keys(self, low: str, high: str) -> list[str]:
+        """The keys of the directory from `low` to below `high`, also of a store that does not know ranges."""
         with _as_os_errors(self):
             found = self._store.list(module("tensorstore").KvStore.KeyRange(low, high)).result(timeout=SECONDS)
-        return sorted(key.decode() for key in found)
+        return sorted(k for k in map(bytes.decode, found) if low <= k and (not high or k < high))
 
     def exists(self) -> bool:
         try:
@@ -172,7 +173,7 @@ class ObjectPath:
             self._store.write(self._key, text.encode()).result(timeout=SECONDS)
 
     def touch(self) -> None:
-        self.write_text("")
+        self.write_text("here")
 
     def unlink(self, missing_ok: bool = False) -> None:
         del missing_ok
@@ -213,10 +214,11 @@ class ObjectPath:
     def rmtree(self) -> None:
         """Remove a folder; if it has another name, this name alone."""
         here = self.contents
-        others = [path for path in self.iterdir() if path.entry != self.entry and path.exists()]
+        others = [path for path in self.parent.iterdir() if path.entry != self.entry and path.exists()]
         if all(path.read_text() != here for path in others):
             with _as_os_errors(self):
-                self._store.delete_range(module("tensorstore").KvStore.KeyRange(here, f"{here[:-1]}0")).result()
+                for gone in [self._store.write(key, None) for key in self._keys(here, f"{here[:-1]}0")]:
+                    gone.result(timeout=SECONDS)
         self.unlink()
 
 
