@@ -82,7 +82,7 @@ def test_a_run_goes_on(memory):
     flipped = next(key for key in keys(memory) if key.startswith("data/5") and key.endswith("/c/0"))
     right = store.read(flipped).result().value
     store.write(flipped, bytes([*right[:-1], right[-1] ^ 1])).result()
-    with pytest.raises(CheckpointError, match="(?s)step 7: .*step 5: .*Digest mismatch"):
+    with pytest.raises(CheckpointError, match=r"(?s)step 7: .*step 5: .*Digest mismatch"):
         check(memory, 6)
     store.write(flipped, right).result()
     assert run(memory, 8) == 6
@@ -101,7 +101,7 @@ def test_a_run_goes_on_on_s3(monkeypatch):
         monkeypatch.setattr(objects, "SECONDS", 20.0)
         lengthen(f"s3://bucket/runs/a?endpoint={at}&aws_region=us-east-1")
         with (
-            pytest.raises(CheckpointError, match="(?s)s3://none/a cannot be written: .*NoSuchBucket"),
+            pytest.raises(CheckpointError, match=r"(?s)s3://none/a cannot be written: .*NoSuchBucket"),
             shardc.checkpoints(f"s3://none/a?endpoint={at}&aws_region=us-east-1"),
         ):
             pass
