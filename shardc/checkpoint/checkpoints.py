@@ -340,7 +340,7 @@ class Checkpoints:
         if not appears(self.directory / token):
             raise CheckpointError(
                 f"shardc.checkpoints: {self.directory} is not the directory that process 0 has. It has to be on a file "
-                "system that all hosts share, or on an object store."
+                "system that all hosts share."
             )
 
     def _wait_for_writers(self) -> None:
@@ -392,9 +392,14 @@ class Checkpoints:
         if found is None and (lost := [c for c in newer if c.step in self._there and c.folder.suffix != PARTIAL]):
             head = f"shardc.checkpoints: no checkpoint in {self.directory} is as it was written:"
             lines = [f"step {c.step}: {c.missing or c.damage}" for c in lost]
+            is_path = not isinstance(self.directory, ObjectPath)
+            away = (
+                f"move the directory away: mv {self.directory} {self.directory}.damaged"
+                if is_path
+                else "give another URL"
+            )
             raise CheckpointError(
-                f"{all_offenders(head, lines)}\nGet these files back from a copy. To begin anew at step 0, move the "
-                f"directory away, as to {self.directory}.damaged"
+                f"{all_offenders(head, lines)}\nGet these files back from a copy. To begin anew at step 0, {away}"
             )
         taken = "none is taken" if found is None else f"that of step {found.step} is taken"
         notes = [f"The checkpoint of step {c.step} is not complete: {c.missing or c.damage}; {taken}." for c in newer]
