@@ -47,7 +47,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--remat", action="store_true", help=f"{', '.join(DECODERS)}: recompute each block in the backward pass")
     add("--loss-log", metavar="FILE", help="write one JSON line per step to this file; - is standard output")
     add("--csv", metavar="FILE", help="write the figures of every tenth step to this file: loss, rate, time, memory")
-    add("--checkpoints", metavar="DIR", help="write the state to this directory, and go on from what is there")
+    add("--checkpoints", metavar="DIR", help="write the state to this directory or URL, and go on from there")
     add("--every", type=positive, help="--checkpoints: steps from one to the next; default: 10")
     add("--check-against-one-device", action="store_true", help="train once more without shardc, compare the losses")
     options = parser.parse_args(argv)

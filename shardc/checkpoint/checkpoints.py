@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import operator
-import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
-from pathlib import Path
 from time import monotonic, sleep
 from types import TracebackType
 from typing import Any, Final
@@ -21,9 +19,10 @@ from shardc import compat
 from shardc.arrays.gone import refuse_gone
 from shardc.calls.placing import put
 from shardc.checkpoint.leaves import blocks_of, check_savable, described, encode, homes_beside, is_remote, named_leaves
-from shardc.checkpoint.lock import DirectoryLock
+from shardc.checkpoint.lock import DirectoryLock, ObjectLock
 from shardc.checkpoint.manifest import DamagedError, Manifest, files_of, write_manifest
-from shardc.checkpoint.orbax import OwnersPart, Writer, module
+from shardc.checkpoint.objects import AnyPath, ObjectPath, directory_at, module
+from shardc.checkpoint.orbax import OwnersPart, Writer
 from shardc.checkpoint.restore import check_fits, restore
 from shardc.checkpoint.steps import (
     PARTIAL,
@@ -76,23 +75,24 @@ def checkpoints(
 
     States are written by orbax in logical form: they are restored onto any other mesh, placement, number of pipeline
     stages or number of processes. All processes of a run use it in the same way; the directory is on a file system that
-    all their hosts share. One run at a time writes to a directory; others may read it.
+    all their hosts share, or on an object store. One run at a time writes to a directory; others may read it.
 
     Args:
-      directory: where the checkpoints are, or will be: `<directory>/<step>/`.
+      directory: where the checkpoints are, or will be: `<directory>/<step>/`. Text as `s3://bucket/path` or
+        `gs://bucket/path` is on an object store.
       every: step `i` is written if `every` divides `i + 1`.
       keep: so many of the newest complete checkpoints are kept; an older one goes when a newer one is complete.
       plan: a plan, or the digest of one as text. It is written down, and `note` says if a checkpoint that is taken was
         written under another plan.
       mode: permissions of the folders that are made, the directory and that of each checkpoint, less what the umask
-        takes. Without it their owner alone can read them; `0o750` lets the group read.
+        takes. Without it their owner alone can read them; `0o750` lets the group read. An object store has its own.
 
     Returns:
       A context manager. Its body ends when the last checkpoint is complete; an error of the body goes out at once.
 
     Raises:
-      ArgumentError: `directory` is no path of a file system, or `plan` no plan; `every` or `keep` is less than 1;
-        `mode` is not between 0o700 and 0o777.
+      ArgumentError: `directory` is no path, or a URL of no known store, or `plan` no plan; `every` or `keep` is less
+        than 1; `mode` is not between 0o700 and 0o777.
       CheckpointError: orbax is not installed (`pip install "shardc[checkpoints]"`). On entry: the directory cannot be
         written, or is not the same one for all processes.
 
@@ -114,10 +114,8 @@ def checkpoints(
         raise ArgumentError(f"shardc.checkpoints: mode={said}: permissions from 0o700 to 0o777 are needed.")
     if not isinstance(directory, str | PathLike):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ArgumentError(f"shardc.checkpoints: {directory!r} is no path; give the directory of the checkpoints.")
-    if "://" in os.fspath(directory):
-        raise ArgumentError(f"shardc.checkpoints: {os.fspath(directory)!r}: give a path of the file system.")
     module("orbax.checkpoint")
-    return Checkpoints(Path(directory).absolute(), every, keep, _digest(plan), mode)
+    return Checkpoints(directory_at(directory), every, keep, _digest(plan), mode)
 
 
 def _digest(plan: Any) -> str:
@@ -135,14 +133,14 @@ class Checkpoints:
         another plan. Empty if there is nothing to say.
     """
 
-    def __init__(self, directory: Path, every: int, keep: int, plan: str, mode: int) -> None:
+    def __init__(self, directory: AnyPath, every: int, keep: int, plan: str, mode: int) -> None:
         self.directory, self.every, self.keep, self.plan, self.mode = directory, every, keep, plan, mode
         self.note = ""
         self._newest = -1
         self._is_tidy = False
         self._took_steps = False  # since the processes met
         self._writer: Writer | None = None
-        self._lock = DirectoryLock(directory)
+        self._lock = ObjectLock(directory) if isinstance(directory, ObjectPath) else DirectoryLock(directory)
         self._there: set[int] = set()
         """The steps that process 0 has seen in the directory when it last looked for a checkpoint."""
 
@@ -394,9 +392,14 @@ class Checkpoints:
         if found is None and (lost := [c for c in newer if c.step in self._there and c.folder.suffix != PARTIAL]):
             head = f"shardc.checkpoints: no checkpoint in {self.directory} is as it was written:"
             lines = [f"step {c.step}: {c.missing or c.damage}" for c in lost]
+            is_path = not isinstance(self.directory, ObjectPath)
+            away = (
+                f"move the directory away: mv {self.directory} {self.directory}.damaged"
+                if is_path
+                else "give another URL"
+            )
             raise CheckpointError(
-                f"{all_offenders(head, lines)}\nGet these files back from a copy. To begin anew at step 0, move the "
-                f"directory away: mv {self.directory} {self.directory}.damaged"
+                f"{all_offenders(head, lines)}\nGet these files back from a copy. To begin anew at step 0, {away}"
             )
         taken = "none is taken" if found is None else f"that of step {found.step} is taken"
         notes = [f"The checkpoint of step {c.step} is not complete: {c.missing or c.damage}; {taken}." for c in newer]
@@ -472,6 +475,8 @@ class Checkpoints:
         group, pairs = self._group, named_leaves(state)
         homes = homes_beside(pairs, group.island)
         owners, owner_of = group.owners_of(self._name(f"save step {step}"), homes)  # all meet before any collective
+        if isinstance(self.directory, ObjectPath):  # nobody waits for others: each process says when it is done
+            owners += [(p,) for p in range(group.processes) if all(p != each[0] for each in owners)]
         refuse_gone(f"saved.step({step}): arrays that are gone", pairs)
         check_savable(pairs)
         stored = [blocks_of(number, x) for number, (_, x) in enumerate(pairs)]
@@ -495,9 +500,11 @@ class Checkpoints:
                 raise CheckpointError(f"The checkpoint of step {step} cannot be written: {error}") from error
         writer.start(step, parts, lambda: self._finish(folder, manifests))
 
-    def _finish(self, folder: Path, manifests: Sequence[Manifest]) -> None:
+    def _finish(self, folder: AnyPath, manifests: Sequence[Manifest]) -> None:
         """Write the manifests, which complete the parts of their owners, and delete checkpoints beyond `keep`. Runs in
         the thread of the writer after the arrays are written."""
+        if self._group.me == 0:
+            self._lock.check()
         for manifest in manifests:
             own = folder / str(manifest.owner)
             own.mkdir(exist_ok=True)
@@ -553,7 +560,7 @@ def _state_and_loss(result: Any, before: Any) -> tuple[Any, Any]:
     return result, None
 
 
-def appears(path: Path, seconds: float = APPEARS) -> bool:
+def appears(path: AnyPath, seconds: float = APPEARS) -> bool:
     """Whether a file is there, or comes in time: other hosts see it a little later."""
     until = monotonic() + seconds
     while not path.exists():

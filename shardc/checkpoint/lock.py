@@ -2,6 +2,9 @@
 
 It is a lock of the system on a file in the directory, which ends with its process, however that ends: a run that was
 killed holds none. Other hosts see it where the file system has locks that all its hosts share, as NFS version 4 does.
+
+An object store has no locks that end with their process. There the run that comes last writes its name: the one before
+finds so, and may not write any more.
 """
 
 from __future__ import annotations
@@ -11,12 +14,14 @@ import fcntl
 import logging
 import os
 import platform
+import secrets
 import threading
 from contextlib import suppress
 from pathlib import Path
 from time import monotonic, sleep, strftime
 from typing import Final
 
+from shardc.checkpoint.objects import ObjectPath
 from shardc.errors import CheckpointError
 
 NAME: Final = ".lock"
@@ -57,6 +62,9 @@ class DirectoryLock:
                 )
             sleep(0.1)
 
+    def check(self) -> None:
+        """Nothing: nobody takes a lock that is held."""
+
     def free(self) -> None:
         """Free the lock, if it is held."""
         with _taking:
@@ -95,8 +103,57 @@ class DirectoryLock:
             self._file = file
             _mine.add(identity)
             os.ftruncate(file, 0)
-            os.pwrite(file, f"process {os.getpid()} on host {platform.node()}, since {strftime('%F %T')}".encode(), 0)
+            os.pwrite(file, _who().encode(), 0)
             return True
+
+
+class ObjectLock:
+    """The name of the run that writes to a directory on an object store: of the last one that has begun to.
+
+    Args:
+      directory: where it stands.
+    """
+
+    def __init__(self, directory: ObjectPath) -> None:
+        self._path = directory / NAME
+        self._mine = ""
+
+    @property
+    def is_held(self) -> bool:
+        """Whether this object has taken it; another run may have it by now, as `check` says."""
+        return bool(self._mine)
+
+    def take(self, seconds: float) -> None:
+        """Take it, from whoever has it."""
+        del seconds
+        self._mine = f"{_who()} ({secrets.token_hex(8)})"
+        self._path.write_text(self._mine)
+
+    def check(self) -> None:
+        """Make sure that this run may write.
+
+        Raises:
+          CheckpointError: another run has begun to write.
+        """
+        if self.is_held and (holder := self._holder()) != self._mine:
+            raise CheckpointError(
+                f"shardc.checkpoints: another run writes to {self._path.parent} now: {holder.partition(' (')[0]}. This "
+                "one may not any more. End one of them, or give it a directory of its own."
+            )
+
+    def free(self) -> None:
+        """Free it, if this run still has it."""
+        with suppress(OSError):  # what is left is taken by the next run
+            if self.is_held and self._holder() == self._mine:
+                self._path.unlink()
+        self._mine = ""
+
+    def _holder(self) -> str:
+        return self._path.read_text() if self._path.exists() else "its process is not known"
+
+
+def _who() -> str:
+    return f"process {os.getpid()} on host {platform.node()}, since {strftime('%F %T')}"
 
 
 _taking: Final = threading.Lock()

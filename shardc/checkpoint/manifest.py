@@ -18,6 +18,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from shardc.checkpoint.objects import AnyPath, ObjectPath
 from shardc.errors import CheckpointError
 from shardc.typed_json import parsed, typed
 from shardc.versions import VERSION
@@ -120,12 +121,15 @@ class Manifest:
     jax: str
 
 
-def manifest_path(folder: Path, owner: int) -> Path:
+def manifest_path(folder: AnyPath, owner: int) -> AnyPath:
     return folder / f"{owner}.json"
 
 
-def files_of(folder: Path) -> dict[str, StoredFile]:
-    """The files below a folder. They are read whole, at some GB/s."""
+def files_of(folder: AnyPath) -> dict[str, StoredFile]:
+    """The files below a folder. They are read whole, at some GB/s. Objects of a store are not: they have checksums of
+    their own, and a missing one is noticed when it is read."""
+    if isinstance(folder, ObjectPath):
+        return {}
     paths = [p for p in sorted(folder.rglob("*")) if p.is_file()]
     return {p.relative_to(folder).as_posix(): StoredFile(p.stat().st_size, digest_of(p)) for p in paths}
 
@@ -141,14 +145,19 @@ def _first_line(rest: str) -> str:
     return f'{{"digest": "{hashlib.sha256(rest.encode()).hexdigest()}",'
 
 
-def write_manifest(manifest: Manifest, folder: Path) -> None:
+def write_manifest(manifest: Manifest, folder: AnyPath) -> None:
     """Write a manifest in one move: it is there whole, or not at all. Once it is there another owner may rename the
     folder."""
-    path = manifest_path(folder, manifest.owner)
-    fresh = path.with_suffix(".json.tmp")
+    name = manifest_path(folder, manifest.owner).name
     rest = json.dumps({"format": FORMAT, **asdict(manifest)})[1:]
+    text = f"{_first_line(rest)}\n{rest}"
+    if isinstance(folder, ObjectPath):
+        (folder / name).write_text(text)
+        return
+    path = folder / name
+    fresh = path.with_suffix(".json.tmp")
     with fresh.open("w", encoding="utf-8") as file:
-        file.write(f"{_first_line(rest)}\n{rest}")
+        file.write(text)
         file.flush()
         os.fsync(file.fileno())
     opened = os.open(folder, os.O_RDONLY)
@@ -159,7 +168,7 @@ def write_manifest(manifest: Manifest, folder: Path) -> None:
         os.close(opened)
 
 
-def read_manifest(path: Path) -> Manifest:
+def read_manifest(path: AnyPath) -> Manifest:
     """Read a manifest.
 
     Raises:
@@ -199,7 +208,7 @@ def is_manifest(path: Path) -> bool:
     return False
 
 
-def _check(manifest: Manifest, path: Path) -> None:
+def _check(manifest: Manifest, path: AnyPath) -> None:
     """Raise an error for what no writer writes: ValueError, KeyError, TypeError or SyntaxError."""
     if not 0 <= manifest.owner < manifest.owners or manifest_path(path.parent, manifest.owner) != path:
         raise ValueError(f"owner {manifest.owner} of {manifest.owners}")

@@ -1,17 +1,19 @@
-"""The only file that knows orbax and tensorstore: arrays to a folder, written beside the run, and read in pieces.
+"""The only file that knows orbax: arrays to a folder, written beside the run, and read in pieces.
 
 orbax reads whole arrays, or the shards of a jax.sharding; the piece of an uneven placement or of a pipeline's stage is
 neither. So arrays are read by tensorstore, in which orbax writes them: zarr arrays in one OCDBT database, by name.
+
+orbax cannot write to S3, and makes one database of the files of all processes at the end. So tensorstore alone writes
+to an object store: zarr arrays in chunks with checksums, each chunk an object that one process writes.
 """
 
 from __future__ import annotations
 
-import importlib
 import logging
+import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import jax
@@ -19,24 +21,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardc.checkpoint.manifest import DamagedError
+from shardc.checkpoint.objects import AnyPath, ObjectPath, context, module
 from shardc.errors import CheckpointError
 from shardc.sbp.way import Index
 
 _log: Final = logging.getLogger("shardc")
 
 
-def module(name: str) -> Any:
-    """A module that comes with orbax.
-
-    Raises:
-      CheckpointError: orbax is not installed.
-    """
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise CheckpointError(
-            f'shardc.checkpoints needs orbax: pip install "shardc[checkpoints]" ({error}).'
-        ) from error
+CHUNK: Final = 64 << 20
+"""Bytes of an object at most, as far as shards can be cut. Who reads a piece of it reads all of it."""
+_LOST: Final = ("NOT_FOUND", "FAILED_PRECONDITION", "DATA_LOSS", "INVALID_ARGUMENT", "OUT_OF_RANGE")
+"""How the errors of tensorstore begin that another try would not mend."""
 
 
 class OwnersPart(NamedTuple):
@@ -48,7 +43,7 @@ class OwnersPart(NamedTuple):
       processes: the numbers in JAX of the processes that write it; None: all of the runtime.
     """
 
-    folder: Path
+    folder: AnyPath
     arrays: Mapping[str, Any]
     processes: frozenset[int] | None = None
 
@@ -106,8 +101,9 @@ class Writer:
         self.check()
 
         folder, savers = parts[0].folder, [p for p in parts if p.arrays]
-        alone = [p for p in savers if p.processes is not None and len(p.processes) == 1]
-        together = [p for p in savers if p not in alone]
+        in_bucket = [p for p in savers if isinstance(p.folder, ObjectPath)]
+        alone = [p for p in savers if p not in in_bucket and p.processes is not None and len(p.processes) == 1]
+        together = [p for p in savers if p not in alone and p not in in_bucket]
 
         def failed(error: Exception) -> CheckpointError:
             text = f"The checkpoint of step {step} could not be written to {folder}: {type(error).__name__}: {error}"
@@ -117,6 +113,8 @@ class Writer:
 
         def write() -> None:
             try:
+                for folder, arrays in copied:
+                    _write_chunks(folder, arrays)
                 for part in alone:
                     _write_alone(part)
                 for part in together:
@@ -126,6 +124,7 @@ class Writer:
                 self._failed = failed(error)
 
         try:
+            copied = [(p.folder, _on_host(p)) for p in in_bucket]
             for part in together:
                 args = module("orbax.checkpoint").args.PyTreeSave(dict(part.arrays))
                 self._checkpointer(part.processes).save(part.folder, args=args)
@@ -165,7 +164,10 @@ class Writer:
                 checkpointer.close()
 
 
-def _store(folder: Path, name: str) -> dict[str, Any]:
+def _store(folder: AnyPath, name: str) -> dict[str, Any]:
+    if isinstance(folder, ObjectPath):
+        strict = {"fill_missing_data_reads": False, "store_data_equal_to_fill_value": True}
+        return {"driver": "zarr3", "kvstore": (folder / name).spec, **strict}
     database = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{folder}/"}, "path": f"{name}/"}
     return {"driver": "zarr", "kvstore": database}
 
@@ -181,28 +183,80 @@ def _write_alone(part: OwnersPart) -> None:
         made.result().write(value).result()
 
 
+class _Shards(NamedTuple):
+    """The pieces of an array that this process writes, on the host, with the metadata of the array."""
+
+    metadata: dict[str, Any]
+    pieces: list[tuple[Any, NDArray[Any]]]
+
+
+def _on_host(part: OwnersPart) -> dict[str, _Shards]:
+    """The arrays of a part, copied to the host: of each shard the first copy. What is on the host of all processes is
+    written by the first."""
+    is_first = jax.process_index() == min(part.processes or {0})
+
+    def shards(x: Any) -> _Shards:
+        if isinstance(x, jax.Array):
+            block = x.sharding.shard_shape(x.shape)
+            pieces = [(s.index, np.array(s.data)) for s in x.addressable_shards if s.replica_id == 0]
+        else:
+            block, pieces = x.shape, [((), x)] if is_first else []
+        grid = {"name": "regular", "configuration": {"chunk_shape": chunk_shape(x.shape, block, x.dtype.itemsize)}}
+        codecs = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "zstd"}, {"name": "crc32c"}]
+        metadata = {"shape": x.shape, "data_type": str(np.dtype(x.dtype)), "chunk_grid": grid, "codecs": codecs}
+        return _Shards(metadata, pieces)
+
+    return {name: shards(x) for name, x in part.arrays.items()}
+
+
+def chunk_shape(shape: Sequence[int], shard: Sequence[int], itemsize: int) -> list[int]:
+    """The shape of a chunk: a shard cut to at most CHUNK bytes, so that no chunk lies in two shards. A sharded
+    dimension that no near number divides is not cut."""
+    block = list(shard)
+    for at, n in enumerate(shard):
+        wanted = -(-math.prod(block) * itemsize // CHUNK)
+        known = range(min(wanted, n), min(2 * wanted, n) + 1)
+        block[at] = -(-n // next((k for k in known if n % k == 0 or n == shape[at]), 1))
+    return block
+
+
+def _write_chunks(folder: AnyPath, arrays: Mapping[str, _Shards]) -> None:
+    opened = [
+        module("tensorstore").open(
+            {**_store(folder, name), "metadata": x.metadata}, create=True, open=True, context=context()
+        )
+        for name, x in arrays.items()
+    ]
+    pairs = zip(opened, arrays.values(), strict=True)
+    for writing in [made.result()[index].write(value) for made, x in pairs for index, value in x.pieces]:
+        writing.result()
+
+
 @lru_cache(maxsize=4096)
-def _opening(folder: Path, name: str) -> Any:
-    return module("tensorstore").open(_store(folder, name), open=True, read=True)
+def _opening(folder: AnyPath, name: str) -> Any:
+    return module("tensorstore").open(_store(folder, name), open=True, read=True, context=context())
 
 
-def read(folder: Path, name: str, index: Index) -> NDArray[Any]:
+def read(folder: AnyPath, name: str, index: Index) -> NDArray[Any]:
     """A piece of a stored array; dimensions behind those of the index are read whole.
 
     Raises:
       DamagedError: it cannot be read.
+      CheckpointError: it cannot be read now: the object store does not answer, or refuses.
     """
     try:
         store = _opening(folder, name).result()
         return np.asarray(store[tuple(slice(*pair) for pair in index)].read().result())
     except (ValueError, OSError, IndexError) as error:
-        raise DamagedError(f"{folder}: the array {name} cannot be read: {error}") from error
+        is_lost = not isinstance(folder, ObjectPath) or str(error).startswith(_LOST)
+        kind = DamagedError if is_lost else CheckpointError
+        raise kind(f"{folder}: the array {name} cannot be read: {error}") from error
 
 
 _MARKS: Final = ("_METADATA", "_CHECKPOINT_METADATA", "manifest.ocdbt", "ocdbt.process_0")
 
 
-def is_written_by_orbax(folder: Path) -> bool:
+def is_written_by_orbax(folder: AnyPath) -> bool:
     """Whether something of a folder that orbax has written is there."""
     return any((folder / name).exists() for name in _MARKS)
 

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Final
 
 import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from shardc.arrays.place import Pieces, Place
+from shardc.arrays.place import Place
 from shardc.checkpoint import orbax
 from shardc.checkpoint.leaves import decode, described, named_leaves, stored_dtype
 from shardc.checkpoint.manifest import DamagedError, StoredLeaf
 from shardc.checkpoint.steps import READERS, Checkpoint, StoredRows
-from shardc.checkpoint.targets import target_of
+from shardc.checkpoint.targets import Target, target_of
 from shardc.errors import CheckpointError, all_offenders, did_you_mean
 from shardc.sbp.way import Index
+
+AHEAD: Final = 256 << 20
+"""Bytes of pieces that are being read, or wait for their turn, before no further one is begun."""
 
 
 def check_fits(checkpoint: Checkpoint, tree: Any) -> None:
@@ -68,24 +72,82 @@ def _is_same(asked: StoredLeaf, saved: StoredLeaf, x: Any) -> bool:
 def restore(checkpoint: Checkpoint, tree: Any) -> Any:
     """The tree of a checkpoint that fits: each leaf of the type and at the placement of that of `tree`.
 
-    Only pieces that this process needs are read.
+    Only pieces that this process needs are read, and each is put on its device as soon as its turn has come.
     """
     pairs = named_leaves(tree)
     saved = {leaf.path: leaf for leaf in checkpoint.leaves}
     targets = [target_of(x, saved[path]) for path, x in pairs]
 
-    def pieces(at: int) -> dict[Index, NDArray[Any]]:
-        leaf = saved[pairs[at][0]]
-        return {box: _piece(checkpoint, leaf, box) for box in targets[at].needs()}
-
     try:
         # NumPy only in these threads: JAX's settings, such as x64, may be set for the calling one alone.
         with ThreadPoolExecutor(READERS, "shardc checkpoint reader") as pool:
-            read: Sequence[Callable[[], Pieces]] = [pool.submit(pieces, i).result for i in range(len(targets))]
-            leaves = [target.made_of(result()) for target, result in zip(targets, read, strict=True)]
+            ahead = _Ahead(
+                checkpoint, pool, [(saved[path], t.needs()) for (path, _), t in zip(pairs, targets, strict=True)]
+            )
+            leaves = [_made(t, _Pieces(ahead, saved[path])) for (path, _), t in zip(pairs, targets, strict=True)]
     finally:
         orbax.forget()
     return jax.tree.unflatten(jax.tree.structure(tree), leaves)
+
+
+def _made(target: Target, pieces: _Pieces) -> Any:
+    if isinstance(target, Place) and not target.on_host:
+        return target.read(pieces.__getitem__)
+    return target.made_of(pieces)
+
+
+class _Ahead:
+    """The boxes of all leaves, read in their order, but so that few are on the host: those that are taken late wait.
+
+    Args:
+      needs: the boxes of each leaf.
+    """
+
+    def __init__(
+        self, checkpoint: Checkpoint, pool: ThreadPoolExecutor, needs: Sequence[tuple[StoredLeaf, Sequence[Index]]]
+    ) -> None:
+        self._checkpoint, self._pool = checkpoint, pool
+        self.boxes = {leaf.path: frozenset(boxes) for leaf, boxes in needs}
+        self._order = iter([(leaf, box) for leaf, boxes in needs for box in boxes])
+        self._taken = set[tuple[str, Index]]()
+        self._reading: dict[tuple[str, Index], tuple[int, Future[NDArray[Any]]]] = {}
+        self._fill()
+
+    def _fill(self) -> None:
+        while sum(size for size, _ in self._reading.values()) < AHEAD and (following := next(self._order, None)):
+            leaf, box = following
+            if (leaf.path, box) not in self._taken:
+                size = math.prod(stop - start for start, stop in box) * _itemsize(leaf)
+                self._reading[leaf.path, box] = size, self._pool.submit(_piece, self._checkpoint, leaf, box)
+
+    def take(self, leaf: StoredLeaf, box: Index) -> NDArray[Any]:
+        """A box, which is forgotten here."""
+        self._taken.add((leaf.path, box))
+        found = self._reading.pop((leaf.path, box), None)
+        self._fill()
+        return _piece(self._checkpoint, leaf, box) if found is None else found[1].result()
+
+
+def _itemsize(leaf: StoredLeaf) -> int:
+    return 8 if leaf.dtype.startswith("key<") else stored_dtype(leaf.dtype).itemsize
+
+
+class _Pieces(Mapping[Index, NDArray[Any]]):
+    """The boxes of a leaf, each of which is read when it is asked for, or a little before."""
+
+    def __init__(self, ahead: _Ahead, leaf: StoredLeaf) -> None:
+        self._ahead, self._leaf = ahead, leaf
+
+    def __getitem__(self, box: Index) -> NDArray[Any]:
+        if box not in self._ahead.boxes[self._leaf.path]:
+            raise KeyError(box)
+        return self._ahead.take(self._leaf, box)
+
+    def __iter__(self) -> Iterator[Index]:
+        return iter(self._ahead.boxes[self._leaf.path])
+
+    def __len__(self) -> int:
+        return len(self._ahead.boxes[self._leaf.path])
 
 
 def _piece(checkpoint: Checkpoint, leaf: StoredLeaf, index: Index) -> NDArray[Any]:

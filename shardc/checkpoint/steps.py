@@ -2,7 +2,7 @@
 
 A checkpoint is written to `<step>.partial`. When the manifests of all owners are there, the folder is renamed to
 `<step>`: this commits it. A symbolic link that is named so can be read. It is renamed or removed itself; what it points
-to stays as it is.
+to stays as it is. On an object store `objects` has such names.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from shardc.checkpoint.manifest import (
     manifest_path,
     read_manifest,
 )
+from shardc.checkpoint.objects import AnyPath, ObjectPath
 from shardc.checkpoint.orbax import is_written_by_orbax
 
 TOKEN: Final = ".token-"
@@ -64,7 +65,7 @@ class Checkpoint:
     """
 
     step: int
-    folder: Path
+    folder: AnyPath
     manifests: tuple[Manifest, ...] = ()
     missing: str = ""
     damage: str = ""
@@ -88,7 +89,7 @@ class Checkpoint:
         return {f"{m.owner}/{name}": file for m in self.manifests for name, file in m.files.items()}
 
 
-def folders_in(directory: Path, suffix: str = "") -> dict[int, Path]:
+def folders_in(directory: AnyPath, suffix: str = "") -> dict[int, AnyPath]:
     """The folder of each step, or a link, the newest first: the committed ones, or with PARTIAL those that are being
     written."""
     paths = [p for p in directory.iterdir() if p.name.endswith(suffix) and (p.is_dir() or p.is_symlink())]
@@ -97,22 +98,24 @@ def folders_in(directory: Path, suffix: str = "") -> dict[int, Path]:
     return {step: directory / f"{step}{suffix}" for step in sorted(steps, reverse=True)}
 
 
-def partial_folder(directory: Path, step: int) -> Path:
+def partial_folder(directory: AnyPath, step: int) -> AnyPath:
     """The folder in which the checkpoint of a step is written."""
     return directory / f"{step}{PARTIAL}"
 
 
-def commit(folder: Path, owners: int) -> None:
+def commit(folder: AnyPath, owners: int) -> None:
     """Give a checkpoint its name if all its owners have written their manifests. Two owners may find so at once."""
     if all(manifest_path(folder, owner).exists() for owner in range(owners)):
         with suppress(FileNotFoundError):
-            folder.replace(folder.with_suffix(""))
+            folder.rename(folder.with_suffix(""))  # pyright: ignore[reportArgumentType] - of the same kind
 
 
-def foreign(directory: Path) -> list[str]:
+def foreign(directory: AnyPath) -> list[str]:
     """The folders that are named like steps, and that somebody else has made. In one of ours something is left of an
-    owner: its manifest, or what orbax has written; or nothing at all is left."""
-    return [folder.name for folder in folders_in(directory).values() if folder.is_dir() and not _is_ours(folder)]
+    owner: its manifest, or what orbax has written; or nothing at all is left. On an object store all such are links,
+    which nobody else writes."""
+    folders = folders_in(directory).values()
+    return [folder.name for folder in folders if isinstance(folder, Path) and folder.is_dir() and not _is_ours(folder)]
 
 
 def _is_ours(folder: Path) -> bool:
@@ -125,7 +128,7 @@ def _is_ours(folder: Path) -> bool:
     )
 
 
-def read_checkpoint(folder: Path) -> Checkpoint:
+def read_checkpoint(folder: AnyPath) -> Checkpoint:
     """Read what is known of a checkpoint, complete or not. Its arrays are not read.
 
     Raises:
@@ -133,7 +136,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     """
     step = int(folder.stem)
     found: dict[int, Manifest] = {}
-    for path in sorted(folder.glob("*.json")):
+    for path in sorted(folder.glob("*.json"), key=str):
         try:
             manifest = read_manifest(path)
         except (OSError, ValueError) as error:
@@ -157,7 +160,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
 def _damage(checkpoint: Checkpoint) -> str:
     """The first file that is missing or has another size than was written; else the leaves that lack rows."""
     for name, file in checkpoint.files.items():
-        path = checkpoint.folder / name
+        path = Path(str(checkpoint.folder), name)
         if not os.path.isfile(path):  # as Path.is_file, without its errors
             return f"{name} is missing"
         if (there := path.stat().st_size) != file.size:
@@ -175,7 +178,7 @@ def check_files(checkpoint: Checkpoint, me: int, processes: int) -> None:
     by_size = sorted(checkpoint.files.items(), key=lambda item: (-item[1].size, item[0]))
     mine = [(name, file.digest) for name, file in by_size if file.digest][me::processes]
     with ThreadPoolExecutor(READERS, "shardc checkpoint reader") as pool:
-        found = pool.map(_digest, [checkpoint.folder / name for name, _ in mine])
+        found = pool.map(_digest, [Path(str(checkpoint.folder), name) for name, _ in mine])
         wrong = [name for (name, digest), there in zip(mine, found, strict=True) if there != digest]
     if wrong:
         raise DamagedError(f"{wrong[0]} is not as it was written")
@@ -214,7 +217,7 @@ def _covering(rows: int, there: Sequence[StoredRows]) -> tuple[StoredRows, ...]:
 
 
 def last_complete(
-    directory: Path, damaged: Mapping[int, str] | None = None
+    directory: AnyPath, damaged: Mapping[int, str] | None = None
 ) -> tuple[Checkpoint | None, list[Checkpoint]]:
     """The newest complete checkpoint, and the newer ones that are not complete.
 
@@ -233,7 +236,7 @@ def last_complete(
     return None, newer
 
 
-def tidy(directory: Path, taken: int) -> None:
+def tidy(directory: AnyPath, taken: int) -> None:
     """Remove what interrupted writers have left, and set aside as `<step>.damaged` what is newer than step `taken`.
 
     -1 is before the first step.
@@ -247,7 +250,7 @@ def tidy(directory: Path, taken: int) -> None:
             _rename(folder, folder.with_suffix(".damaged"))
 
 
-def prune(directory: Path, keep: int) -> None:
+def prune(directory: AnyPath, keep: int) -> None:
     """Remove all but the newest `keep` committed checkpoints, and what is older than one and is not committed."""
     committed = folders_in(directory)
     for folder in list(committed.values())[keep:]:
@@ -257,7 +260,7 @@ def prune(directory: Path, keep: int) -> None:
             remove(folder)
 
 
-def remove(folder: Path) -> None:
+def remove(folder: AnyPath) -> None:
     """Remove a checkpoint. It loses its name first, so that at no time a part of it counts as complete."""
     gone = folder.with_suffix(PARTIAL)
     if gone != folder:
@@ -265,15 +268,15 @@ def remove(folder: Path) -> None:
     _delete(gone)
 
 
-def _rename(folder: Path, to: Path) -> None:
+def _rename(folder: AnyPath, to: AnyPath) -> None:
     """Rename a folder, or a link to one, and delete what had the name."""
     _delete(to)
-    folder.rename(to)
+    folder.rename(to)  # pyright: ignore[reportArgumentType] - of the same kind
 
 
-def _delete(folder: Path) -> None:
+def _delete(folder: AnyPath) -> None:
     """Delete a folder if it is there; of a symbolic link the link alone."""
     if folder.is_symlink():
         folder.unlink()
     elif folder.exists():
-        shutil.rmtree(folder)
+        folder.rmtree() if isinstance(folder, ObjectPath) else shutil.rmtree(folder)

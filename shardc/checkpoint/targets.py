@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from numpy.typing import NDArray
 
 from shardc import compat
@@ -94,7 +94,8 @@ class Sharded:
         return [] if 0 in shape else list(dict.fromkeys(index_of(at or (), shape) for at in found))
 
     def made_of(self, pieces: Pieces) -> Any:
-        return array_of(pieces.get, tuple(self.aval.shape), self.sharding, self.aval)
+        plain = isinstance(self.sharding, NamedSharding) and self.sharding.memory_kind in (None, "device")
+        return array_of(pieces.get, tuple(self.aval.shape), self.sharding, self.aval, one_by_one=plain)
 
 
 @dataclass(frozen=True)
