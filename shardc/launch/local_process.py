@@ -203,8 +203,8 @@ class LocalProcess:
             code = popen.wait()
         if job.config.flight:
             note_end(job.config.flight, code=code, **self._end)
-        self._ended.set()
         self._events.put(("ended", self.number, job.start, code))
+        self._ended.set()
 
     def _kill_group(self, popen: subprocess.Popen[bytes], number: int) -> None:
         with suppress(ProcessLookupError, PermissionError):
