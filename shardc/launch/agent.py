@@ -90,8 +90,9 @@ class RemoteProcess:
         """Handle a report of the agent. Runs in a thread of the store."""
         match said["what"]:
             case "here":
-                self.host = said["host"]
-                self.host_name = self.host_name or said.get("name") or self.host.split()[0]
+                own, self.host = self.host.partition(" ")[0], said["host"]
+                if self.host_name == own:  # not yet known, or that of the machine before
+                    self.host_name = said.get("name") or self.host.partition(" ")[0]
                 self._here.set()
                 self._events.put(("host here", self.number))
             case "terminate":

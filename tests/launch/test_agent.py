@@ -61,6 +61,8 @@ def test_hosts_of_one_name_are_told_apart(remote, given, said, name):
     for _ in range(2):
         remote.reported({"what": "here", "host": "vm boot net", "name": said})
         assert remote.host_name == name
+    remote.reported({"what": "here", "host": "other boot net", "name": said})  # Ray takes another machine
+    assert remote.host_name == (name if given or said else "other")
 
 
 def test_meeting(tmp_path):
