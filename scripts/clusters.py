@@ -72,7 +72,7 @@ AuthInfo=socket={AT}/munge/socket
 StateSaveLocation={AT}/ctl
 SlurmctldPidFile={AT}/ctl.pid
 SlurmctldLogFile={AT}/ctl.log
-SlurmdSpoolDir={AT}/%n
+SlurmdSpoolDir={AT}/spool-%n
 SlurmdPidFile={AT}/%n.pid
 SlurmdLogFile={AT}/%n.log
 SlurmdParameters=config_overrides
