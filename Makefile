@@ -20,7 +20,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 JOBS ?= 2
 ARGS ?=
 
-.PHONY: help demo demo-pipeline demo-processes test turn every oldest everything harnesses processes faults ahead without-rules newest lock lint docs pictures bench gpu clean
+.PHONY: help demo demo-pipeline demo-processes test turn every oldest everything harnesses processes faults clusters ahead without-rules newest lock lint docs pictures bench gpu clean
 
 help:
 	@echo "make demo   train a small GPT-2 on eight fake devices: plan, audit, falling loss, a sample of text"
@@ -35,6 +35,7 @@ help:
 	@echo "make processes   the tests of functions, control flow, random bits, parity ... in 2 processes, of which the tests run a sample"
 	@echo "make without-rules   what is found for each operation whose rule is taken away"
 	@echo "make faults  100 kills and 20 stops of processes at random times, of which the tests run a few"
+	@echo "make clusters   runs under real Slurm, Open MPI and Ray, with lost processes and hosts, in namespaces; needs root, and their packages"
 	@echo "make ahead   the compilers of GPUs and TPUs, without one, in .venv-ahead: 5 GB of packages, some 10 minutes"
 	@echo "make lock   the lock of PY's version, anew from the newest releases"
 	@echo "make lint   ruff and pyright"
@@ -112,6 +113,9 @@ bench: $(VENV)/.has-examples
 
 faults: $(VENV)/.has-dev
 	$(BIN)/python -m tests.processes.faults --jobs $(JOBS) $(ARGS)
+
+clusters: $(VENV)/.has-dev
+	$(BIN)/python -m scripts.clusters $(ARGS)
 
 ahead:
 	@$(MAKE) VENV=.venv-ahead .venv-ahead/.has-dev .venv-ahead/.has-cuda .venv-ahead/.has-tpu

@@ -87,6 +87,12 @@ Examples: shardc run --hosts a,b train.py --steps 100
     help="Wait so long for a process that does not come (default: 600).",
 )
 @click.option(
+    "--host-0-deadline",
+    type=values.seconds,
+    metavar="SECONDS",
+    help="If host 0 is lost, the others wait so long for it to be started anew; without it they end.",
+)
+@click.option(
     "--grace",
     type=values.seconds,
     default=25.0,

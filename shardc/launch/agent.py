@@ -2,7 +2,8 @@
 
 An agent is a client of the run's store, with the number -1 - i for place i. It reports `here`, `ended`, `output` and
 `terminate`, when its host is to end; the supervisor asks it to `start`, `kill` and `interrupt` its process, and to
-`end`. An agent that loses the connection kills its process and connects again.
+`end`. An agent that loses the connection kills its process and connects again: to the same supervisor, or to one that
+was started in its place and begins the run anew.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from time import monotonic
 from typing import Any, Final
 
 from shardc.errors import ClusterError
+from shardc.launch.failure import LOST
 from shardc.launch.job import Job
 from shardc.launch.local_process import LocalProcess
 from shardc.launch.options import RunOptions
@@ -88,8 +90,9 @@ class RemoteProcess:
         """Handle a report of the agent. Runs in a thread of the store."""
         match said["what"]:
             case "here":
-                self.host = said["host"]
-                self.host_name = self.host_name or said.get("name") or self.host.split()[0]
+                own, self.host = self.host.partition(" ")[0], said["host"]
+                if self.host_name == own:  # not yet known, or that of the machine before
+                    self.host_name = said.get("name") or self.host.partition(" ")[0]
                 self._here.set()
                 self._events.put(("host here", self.number))
             case "terminate":
@@ -261,8 +264,8 @@ def serve(
     prepare: Callable[[Job], Job] = lambda job: job,
     forwards: bool = False,
 ) -> int:
-    """Serve as an agent until the run ends. Returns the exit code of the run; 1 if the supervisor has ended, or cannot
-    be reached again before the deadline.
+    """Serve as an agent until the run ends. Returns the exit code of the run; `LOST` if the supervisor has ended and no
+    other one comes, or it cannot be reached again before the deadline.
 
     Args:
       options: of the run.
@@ -288,7 +291,7 @@ def serve(
             if code is not None:
                 return code
             store = _connect_again(post, options, events)
-        return 1
+        return LOST
     finally:
         process.kill()
         process.wait(GRACE)
@@ -303,18 +306,31 @@ def _connect(post: Post, options: RunOptions, events: SimpleQueue[Event], second
 
 
 def _connect_again(post: Post, options: RunOptions, events: SimpleQueue[Event]) -> Store | None:
-    """Connect to the store after a break of the network. None: the supervisor has ended, or the deadline has passed."""
-    _log.warning("process %d: the connection to the run is lost; trying again", post.place)
-    until, refused = monotonic() + options.deadline, 0
-    while monotonic() < until and refused < _REFUSALS:
-        with suppress(Empty):
-            if events.get(timeout=_PAUSE)[0] in ("interrupt", "terminate"):
-                return None
+    """Connect to the store after a break of the network, or to that of a new supervisor. None: the supervisor has ended
+    and no other one has come, or the deadline has passed."""
+    anew = options.host_0_deadline or 0.0
+    more = f", for {anew:g} s, in case host 0 is started anew" if anew else ""
+    _log.warning("process %d: the connection to the run is lost; trying again%s", post.place, more)
+    begin, refused, waited = monotonic(), 0, 0.0
+    while waited < anew or (waited < options.deadline and refused < _REFUSALS):
+        if _pause(events):
+            return None
+        waited = monotonic() - begin
         try:
             return _connect(post, options, events, _TRY_SECONDS)
         except ClusterError as error:
             refused = refused + 1 if isinstance(error.__cause__, ConnectionRefusedError) else 0
     return None
+
+
+def _pause(events: SimpleQueue[Event]) -> bool:
+    """Let some time pass. Returns whether this agent was asked to end; what has happened to its last process is
+    forgotten, as another supervisor counts its starts anew."""
+    until, asked = monotonic() + _PAUSE, False
+    while not asked and (left := until - monotonic()) > 0:
+        with suppress(Empty):
+            asked = events.get(timeout=left)[0] in ("interrupt", "terminate")
+    return asked
 
 
 def _with_links(job: Job, host: str) -> Job:

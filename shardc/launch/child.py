@@ -54,6 +54,7 @@ _log: Final = logging.getLogger("shardc")
 def main() -> None:
     """Run the process that the job describes."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background processes ignore it
+    leave_to_launcher(signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
     job = Job.from_json(_line(int(sys.argv[1])))
     with suppress(AttributeError):  # a script may be started without them
         sys.stdout.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
@@ -78,6 +79,20 @@ def main() -> None:
         if not (isinstance(error, SystemExit) and error.code in (None, 0)):
             fail(cluster, job, cause_of(cluster, error))
     _end(cluster, job, saved)
+
+
+def leave_to_launcher(*numbers: signal.Signals) -> None:
+    """Take no notice of signals that ask a run to end: Slurm and systemd send them to all processes of a job, and the
+    launchers let all save. What this process forks is ended by them."""
+    me = os.getpid()
+
+    def ignore(number: int, _: Any) -> None:
+        if os.getpid() != me:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+
+    for number in numbers:
+        signal.signal(number, ignore)
 
 
 def _line(pipe: int) -> str:

@@ -29,7 +29,7 @@ LINES: Final = 40
 """The most lines of standard error that are shown of a process that failed."""
 _END_SECONDS: Final = 10.0
 """Seconds that a killed process may take to end."""
-_GUARD: Final = 'read -r line; kill -9 "-$0"; [ -z "$1" ] || rm -rf -- "$1"'
+_GUARD: Final = 'trap "" TERM USR1 USR2; read -r line; kill -9 "-$0"; [ -z "$1" ] || rm -rf -- "$1"'
 """Waits for the end of its standard input, which ends with this process; then kills a process group, and removes a
 directory. PR_SET_PDEATHSIG would kill the process alone, before it can end what it has started."""
 
@@ -203,8 +203,8 @@ class LocalProcess:
             code = popen.wait()
         if job.config.flight:
             note_end(job.config.flight, code=code, **self._end)
-        self._ended.set()
         self._events.put(("ended", self.number, job.start, code))
+        self._ended.set()
 
     def _kill_group(self, popen: subprocess.Popen[bytes], number: int) -> None:
         with suppress(ProcessLookupError, PermissionError):

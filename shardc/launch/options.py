@@ -29,6 +29,8 @@ class RunOptions:
     metrics: str | None = None
     silence: float = 10.0
     deadline: float = 600.0
+    host_0_deadline: float | None = None
+    """Seconds for which other hosts wait for a host 0 that is started anew; None: they end with it."""
     grace: float = 25.0
     plain_data: bool = False
     carrier: str | None = None

@@ -22,6 +22,11 @@ def run(options: RunOptions) -> int:
       ClusterError: options that do not fit, an address in use, a secret that cannot be shared.
       OSError: a file that cannot be written.
     """
+    if options.host_0_deadline and not (options.at or (options.secret and not (options.hosts or options.processes))):
+        raise ClusterError(
+            "--host-0-deadline: other hosts can wait for a new host 0 where something else starts the launchers, and "
+            "the secret stays: with --hosts N, --host and --at, or under a cluster with --secret FILE."
+        )
     if options.hosts is not None:
         return run_on_hosts(options)
     if options.processes is not None:

@@ -159,8 +159,10 @@ class Supervisor:
         self._over_at: float | None = None
         """The time at which the remaining processes are killed."""
         self._interrupted = False
+        self._signalled = False
+        """Whether a signal has asked this launcher to end."""
         self._terminated = False
-        """Whether a signal has asked this launcher to end the run."""
+        """Whether signals have asked the run to end."""
         self._ending: _Ending | None = None
         self._failures: list[Failure] = []
         self._losses = Losses()
@@ -568,7 +570,8 @@ class Supervisor:
 
         The second one to this launcher kills them. They are interrupted if nothing would be saved.
         """
-        again = self._terminated and place is None
+        again = self._signalled and place is None
+        self._signalled = self._signalled or place is None
         is_final = place is None or self._least == len(self._places)
         self._terminated = self._terminated or is_final
         if self._ending and not again:

@@ -1,13 +1,17 @@
 """Agents: how a supervisor meets them, and what it takes from them."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 
 import pytest
 
 from shardc.errors import ClusterError
-from shardc.launch.agent import Agents, RemoteProcess, host_id
-from shardc.launch.job import Job
+from shardc.launch import agent
+from shardc.launch.agent import Agents, Post, RemoteProcess, host_id, serve
+from shardc.launch.job import Job, Script
+from shardc.launch.options import RunOptions
+from shardc.launch.prepare import free_port
 from shardc.runtime.cluster import RunConfig
 from shardc.runtime.store import Store
 from tests.runtime.peers import until
@@ -57,6 +61,8 @@ def test_hosts_of_one_name_are_told_apart(remote, given, said, name):
     for _ in range(2):
         remote.reported({"what": "here", "host": "vm boot net", "name": said})
         assert remote.host_name == name
+    remote.reported({"what": "here", "host": "other boot net", "name": said})  # Ray takes another machine
+    assert remote.host_name == (name if given or said else "other")
 
 
 def test_meeting(tmp_path):
@@ -80,6 +86,37 @@ def test_meeting(tmp_path):
     events.put(("interrupt",))
     assert within(5, agents.meet, 5.0) is False
     agents.server.close()
+
+
+@pytest.mark.parametrize(("anew", "code"), [(None, 75), (20.0, 3)])
+def test_an_agent_waits_for_a_new_supervisor_if_it_is_told_to(monkeypatch, anew, code):
+    """What has happened to the process of the old one is not told to the new one."""
+    post = Post(f"127.0.0.1:{free_port('127.0.0.1')}", SECRET, 1)
+    monkeypatch.setattr(agent, "_TRY_SECONDS", 0.2)
+    theirs, events = SimpleQueue(), SimpleQueue()
+    options = RunOptions(Script("none.py"), silence=2.0, host_0_deadline=anew)
+
+    def lead():
+        agents = Agents(post.address, SECRET, theirs)
+        agents.add(RemoteProcess(1, agents.notifier(1), theirs))
+        return agents
+
+    with ThreadPoolExecutor(1) as pool:
+        first = lead()
+        end = pool.submit(serve, post, options, events)
+        assert within(10, first.meet, 10.0)
+        first.server.close()
+        if anew is not None:
+            while not theirs.empty():
+                theirs.get()
+            events.put(("ended", 1, 1, -9))
+            second = lead()
+            assert within(10, second.meet, 10.0)
+            second.end(3)
+        assert end.result(20) == code
+    if anew is not None:
+        second.server.close()
+        assert "ended" not in [theirs.get()[0] for _ in range(theirs.qsize())]
 
 
 def test_reports_of_processes_are_events_and_strangers_are_ignored(tmp_path):

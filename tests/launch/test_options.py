@@ -51,6 +51,7 @@ def script(tmp_path):
             "1 process cannot form 2 islands of one size: 1 / 2 is not a whole number.",
         ),
         (["--secret", "nowhere"], "--secret: there is no file nowhere; make one with: openssl rand -hex 32 > nowhere"),
+        (["--processes", 2, "--host-0-deadline", 9], "--host-0-deadline: other hosts can wait for a new host 0 where"),
         (["--ray"], "--ray needs the number of processes: --processes N."),
         ([], "no cluster has started this process: JAX finds neither Slurm, nor Open MPI, nor Kubernetes. Give"),
     ],

@@ -448,11 +448,12 @@ def loop_of(steps, ends, pause=0.01, saves=True):
 def test_a_run_that_is_asked_to_end_saves_at_one_step(tmp_path, capfd):
     ends = []
     run = Run(tmp_path, loop_of(10**6, ends), 3, 3)
-    threading.Timer(0.5, run.events.put, [("terminate",)]).start()
+    for event in (("terminate", 1), ("terminate",)):  # a scheduler signals all launchers
+        threading.Timer(0.5, run.events.put, [event]).start()
     assert run() == 143
     assert len(ends) == 3 and len(set(ends)) == 1
     assert capfd.readouterr().err == (
-        "this run was asked to end: all processes save at their next step, within 25 s\n"
+        "the launcher of its host was asked to end: all processes save at their next step, within 25 s\n"
         f"all processes have saved step {ends[0]}, and ended\n"
     )
 

@@ -40,7 +40,7 @@ _SIGNALS: Final[Mapping[signal.Signals, Event]] = {
     signal.SIGUSR2: ("terminate",),
 }
 """Signals and their events. Schedulers send SIGTERM some seconds before they kill, Slurm also what `--signal` says."""
-_GUARD: Final = 'read -r line; rm -rf -- "$1"'
+_GUARD: Final = 'trap "" TERM USR1 USR2; read -r line; rm -rf -- "$1"'
 """Waits for the end of its standard input, which ends with this process; then removes a directory."""
 _LONGEST: Final = 80
 """The longest path of a directory for UNIX sockets: an address has at most 107 bytes."""

@@ -1,6 +1,7 @@
 """Runs whose processes are started by actors of Ray: `python -m shardc run --ray --processes 2 script.py`.
 
 Each actor is an agent (`agent.py`) in a bundle of a placement group; this process holds the store and the supervisor.
+Ray starts an actor again that is lost, elsewhere if its node is: it knows when, which may take it half a minute.
 No data of the script goes through Ray.
 """
 
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any
@@ -44,37 +45,24 @@ def run_on_ray(options: RunOptions, processes: int) -> int:
             ray.shutdown()
 
 
-class _RayProcess(RemoteProcess):
-    """A process that an actor starts. A new actor takes the place of one that has died."""
-
-    def __init__(self, number: int, agents: Agents, screen: Screen, make_actor: Callable[[int, str], Any]) -> None:
-        super().__init__(number, agents.notifier(number), agents.events, screen)
-        agents.add(self)
-        self._make = lambda: make_actor(number, agents.server.address)
-        self.actor: Any = self._make()
-
-    def replace(self) -> None:
-        self.actor = self._make()
-
-
 def _run(ray: Any, options: RunOptions, processes: int, events: SimpleQueue[Event]) -> int:
     """Place the actors, run, and remove them."""
     gpus = 0 if options.script.devices else int(ray.cluster_resources().get("GPU", 0)) // processes
     secret, bind = new_secret(), bound(options, _reached(ray))
     group = _place(ray, options, processes, {"CPU": 1, **({"GPU": gpus} if gpus else {})})
+    actors: list[Any] = []
     try:
-        actor = ray.remote(num_cpus=1, num_gpus=gpus, max_restarts=0)(_RayAgent)
+        kind = ray.remote(num_cpus=1, num_gpus=gpus, max_restarts=-1, max_task_retries=-1)(_RayAgent)
 
-        def make_actor(place: int, store: str) -> Any:
+        def add(place: int, agents: Agents, screen: Screen) -> None:
+            agents.add(RemoteProcess(place, agents.notifier(place), agents.events, screen))
             strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
                 placement_group=group, placement_group_bundle_index=place
             )
-            made = actor.options(scheduling_strategy=strategy).remote()
-            made.serve.remote(Post(store, secret, place), options, os.getcwd())
-            return made
+            actors.append(kind.options(scheduling_strategy=strategy).remote())
+            actors[-1].serve.remote(Post(agents.server.address, secret, place), options, os.getcwd())
 
-        start = Start(bind, secret, add=lambda p, agents, screen: _RayProcess(p, agents, screen, make_actor))
-        return lead(start, options, processes, events)
+        return lead(Start(bind, secret, add=add), options, processes, events)
     finally:
         ray.util.remove_placement_group(group)
 

@@ -17,15 +17,17 @@ from tests.launch.test_options import refused
 class ByHand:
     """A launcher on each host, with a home of its own."""
 
-    def __init__(self, path, *options, hosts=2, homes=None, port=None):
+    def __init__(self, path, *options, hosts=2, homes=None, port=None, arguments=()):
         self.stack = ExitStack()
+        self.starts = []
         at = f"127.0.0.1:{port or free_port('127.0.0.1')}"
         for i in range(hosts):
             home = path.parent / (homes[i] if homes else "home")
             home.mkdir(exist_ok=True)
-            words = command(path, "--hosts", hosts, "--host", i, "--at", at, *options)
-            run = started(words, str(path), env=environment(HOME=str(home), SSH_TTY=f"{i}", COLOUR=""))
-            setattr(self, f"host{i}", self.stack.enter_context(run))
+            words = command(path, "--hosts", hosts, "--host", i, "--at", at, *options, arguments=arguments)
+            env = environment(HOME=str(home), SSH_TTY=f"{i}", COLOUR="")
+            self.starts.append(lambda words=words, env=env: started(words, str(path), env=env))
+            setattr(self, f"host{i}", self.stack.enter_context(self.starts[i]()))
             self.all = [*getattr(self, "all", []), getattr(self, f"host{i}")]
 
     def __enter__(self):
@@ -102,6 +104,37 @@ def test_sigterm_on_any_host_lets_all_processes_save(tmp_path, asked):
         rf"25 s\nall processes have saved step {step}, and ended\n",
         err,
     ), err
+
+
+ANEW = """
+import jax.numpy as jnp, shardc
+with shardc.checkpoints(f"{sys.argv[1]}/saved", every=2) as saved:
+    n, start = saved.last(or_else=lambda: jnp.zeros(3))
+    for i in range(start, 6 if start else 10**6):
+        n = n + 1
+        saved.step(i, n)
+        open(f"{sys.argv[1]}/{c.me}-{i}", "w").close()
+        time.sleep(0.02)
+if c.me == 0:
+    print(start, int(n[0]))
+"""
+
+
+@pytest.mark.sampled(0)
+def test_host_0_is_started_anew(tmp_path):
+    """The others kill their processes and wait; the run goes on from its last checkpoint."""
+    path = script(tmp_path, ANEW)
+    words = ["--islands", 2, "--devices", 1, "--host-0-deadline", 60]
+    with ByHand(path, *words, arguments=[tmp_path]) as by_hand:
+        wait_for(lambda: (tmp_path / "saved" / "3").exists() and (tmp_path / "1-4").exists(), 60)
+        by_hand.host0.kill()
+        assert "trying again, for 60 s, in case host 0 is started anew" in by_hand.host1.stderr.readline()
+        with by_hand.starts[0]() as again:
+            code, out, err = ends(again)
+            assert code == 0, err
+        assert ends(by_hand.host1)[0] == 0
+    start, steps = map(int, out.split())
+    assert start >= 4 and steps == max(6, start)
 
 
 def test_the_launcher_of_host_0_is_interrupted_while_it_waits(tmp_path):

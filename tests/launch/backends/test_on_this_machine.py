@@ -173,15 +173,16 @@ def test_after_sigterm_all_processes_save_one_step(tmp_path, islands):
         with started(words, str(path)) as process:
             for _ in range(5):
                 line = process.stdout.readline().split()
-            process.send_signal(number)
+            for pid in named(str(path)):  # the scripts too, as Slurm and systemd do
+                os.kill(pid, number)
             _, err = process.communicate(timeout=60)
             assert process.returncode == 143, err
         assert int(line[0]) == last + 1  # no step was lost
         (last,) = [int(p.name) for p in folder.iterdir() if p.name != f"{last}"]
-        assert err == (
-            "this run was asked to end: all processes save at their next step, within 25 s\n"
-            f"all processes have saved step {last}, and ended\n"
-        )
+        assert [line for line in err.splitlines() if "preemption_notifier" not in line] == [  # jaxlib's, at SIGTERM
+            "this run was asked to end: all processes save at their next step, within 25 s",
+            f"all processes have saved step {last}, and ended",
+        ]
 
 
 def test_children_end_when_the_launcher_is_killed_and_go_on_when_it_is_stopped(tmp_path):
