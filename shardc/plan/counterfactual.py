@@ -7,7 +7,7 @@ choices of one node, so that every question is answered on the same tables, and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -145,13 +145,29 @@ class Counterfactual:
         masks = {**self._pinned, **{n: self._plain(n) for n in nodes}}
         return self._other(nodes, -1, self._solve(masks, self._state))
 
-    def _other(self, nodes: Collection[Node], port: int, found: Assignment) -> Other:
+    def moved(self, places: Mapping[Node, Placement]) -> SpmdPlan | None:
+        """The plan with the values of some nodes elsewhere, and all other choices as they are. Nothing is searched for.
+
+        None: one of them cannot be there.
+        """
+        values = list(self._state)
+        for node, place in places.items():
+            choices = np.flatnonzero(self._where(node, lambda p, at=place: p == at) & self._plain(node))
+            if not choices.size:
+                return None
+            values[node.number] = int(choices[0])
+        return self._plan_of(values)
+
+    def _plan_of(self, values: Sequence[int]) -> SpmdPlan:
+        """The plan of a choice for each node."""
         plan, problem = self.plan, self.problem
-        ports = {n: self._domains.placements(n, found.values[n.number]) for n in problem.nodes}
-        placed = Placed(ports, found.cost, 1 - found.bound / found.cost if found.cost else 0.0)
-        boxed = insert_boxing(problem, placed, self.mesh)
-        other = SpmdPlan(
+        ports = {n: self._domains.placements(n, values[n.number]) for n in problem.nodes}
+        boxed = insert_boxing(problem, Placed(ports, 0.0, 0.0), self.mesh)
+        return SpmdPlan(
             plan.program, self.mesh, boxed, tuple(ports[n][-1] for n in problem.sources),
             tuple(ports[n][0] for n in problem.sinks), plan.ties, request=replace(plan.request, notes=()),
         )  # fmt: skip
-        return Other(tuple(ports[n][port] for n in nodes), other, found.exact)
+
+    def _other(self, nodes: Collection[Node], port: int, found: Assignment) -> Other:
+        places = tuple(self._domains.placements(n, found.values[n.number])[port] for n in nodes)
+        return Other(places, self._plan_of(found.values), found.exact)

@@ -165,12 +165,14 @@ class EquationCost:
 
     Attributes:
       time: the time of light operations that are fused is shared out among them by the bytes that each touches: no one
-        of them has a cost of its own. Nothing is subtracted for what overlaps.
+        of them has a cost of its own. Nothing is subtracted for boxings that overlap.
       collectives: as in the plan.
+      hidden: seconds of a boxing that overlap with computing.
     """
 
     time: Time
     collectives: Sequence[Collective]
+    hidden: float = 0.0
 
 
 def equation_costs(boxed: Boxed, mesh: MeshView) -> dict[Eqn, EquationCost]:
@@ -375,6 +377,9 @@ class _CostWalk:
     ) -> None:  # fmt: skip
         """Add collectives that go on beside computation to `overlaps`."""
         assert self.each is not None
+        for eqn in eqns:
+            part = times[eqn].moving / seconds
+            self.each[eqn].hidden += sum(beside.values()) * share * trips * part
         moves = [c for eqn in eqns for c in self.each[eqn].collectives]
         kind = max(COLLECTIVES, key=lambda kind: sum(getattr(times[eqn], kind) for eqn in eqns))
         largest = max(moves, key=lambda c: (c.kind == kind, c.bytes))
