@@ -16,6 +16,8 @@ from shardc.report.tables import Section, bytes_text, seconds_text
 
 MOST: Final = 3
 """The costs that are listed."""
+LEAST: Final = 1e-3
+"""The share of a call from which on a cost is listed. Smaller ones print as `less than 0.1%`."""
 
 _WORDS: Final[Mapping[Reason, Callable[[Asked, Sequence[Piece]], Words]]] = {
     "argument": moves.of_argument, "result": moves.of_result, "constraint": moves.of_constraint, "sum": moves.of_sum,
@@ -50,7 +52,8 @@ class Advice:
 def advice_on(plan: PlanView) -> Advice | None:
     """The largest costs of a plan; None of one that takes no time."""
     asked = Asked(plan)
-    costs = [_cost(asked, pieces) for pieces in by_cost(call_pieces(plan))[:MOST]]
+    found = [pieces for pieces in by_cost(call_pieces(plan))[:MOST] if seconds_of(pieces) > LEAST * plan.seconds]
+    costs = [_cost(asked, pieces) for pieces in found]
     whose = f" on rank {waits.rank_of(plan)}, which waits least" if isinstance(plan, MpmdPlan) else ""
     title = f"Largest costs of the {seconds_text(plan.seconds)} of a call{whose}, and what would change them"
     return Advice(title, costs, list(_rest(plan))) if costs else None

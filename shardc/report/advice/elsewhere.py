@@ -1,4 +1,4 @@
-"""The plan that is explained, and the same with what is pinned elsewhere and all else as it is: without a search."""
+"""The plan that is explained, and the same with what is pinned elsewhere, without a search."""
 
 from __future__ import annotations
 

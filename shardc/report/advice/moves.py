@@ -106,9 +106,10 @@ def _moved(asked: Asked, pieces: Sequence[Piece]) -> Iterator[Change]:
     at = ", ".join(dict.fromkeys(map(placement_text, places.values())))
     where = "read" if pieces[0].reason == "argument" else "made"
     full, hbm = other.memory.peak > plan.mesh.topology.hbm, plan.mesh.topology.hbm
-    who = f"{names_text(places)} at {at}, where {'they are' if len(places) > 1 else 'it is'} {where}, all else as it is"
+    who = f"{names_text(places)} at {at}, where {'they are' if len(places) > 1 else 'it is'} {where}"
     more = f" (more memory than the {bytes_text(hbm)} that a device has)" * full
-    yield Change(f"{who}{more}", plan.seconds - other.seconds, "at least", other.memory.peak - plan.memory.peak)
+    if (saves := plan.seconds - other.seconds) > 0:
+        yield Change(f"{who}{more}", saves, "at least", other.memory.peak - plan.memory.peak)
 
 
 def of_sum(asked: Asked, pieces: Sequence[Piece]) -> Words:

@@ -25,7 +25,7 @@ def of_host(asked: Asked, pieces: Sequence[Piece]) -> Words:
     more = f" and {len(names) - 1} more" * (len(names) > 1)
     offloaded, held = (plan.offloaded, plan.memory.host) if isinstance(plan, SpmdPlan) else (None, 0)
     why = f"They live in host memory: {offloaded.why}." if offloaded else ""
-    kept = Change("All of it on the device", seconds_of(pieces), "at most", held)
+    kept = Change("All of it on the device", seconds_of(pieces), "at least", held)
     return Words(f"moves between device and host of {names[0]}{more}", why, (kept,))
 
 
