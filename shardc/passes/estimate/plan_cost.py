@@ -608,7 +608,7 @@ class _CostWalk:
             self.overlaps[listed[0] :] = self.overlaps[listed[dearest] : listed[dearest + 1]]
             for e in (e for k, body in enumerate(bodies_of(eqn)) if k != dearest for e in all_eqns(body)):
                 if self.each is not None and e in self.each:
-                    self.each[e].time = Time()
+                    self.each[e].time, self.each[e].hidden = Time(), 0.0
             return found[dearest]
         return sum(found, Time()) * length
 

@@ -157,7 +157,7 @@ class _Walk:
         time, name = cost.time, self.names.operations[eqn]
         moves = [c for c in cost.collectives if c.bytes]
         hidden = cost.hidden + time.overlapped
-        if moves or time.moving:
+        if time.moving:  # it is 0 in branches that are not counted
             reason, of, reader = self.why_moved(eqn, name, moves)
             src, dst = ("", "") if eqn.primitive is not box_p else self.ends(eqn)
             value = max(moves, key=lambda c: c.bytes).value if moves else ""
