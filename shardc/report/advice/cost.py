@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
 
-from shardc.pipeline.plan import PlanView
 from shardc.report.tables import bytes_text, percent_text, seconds_text
 
 SMALL: Final = 0.01
-"""The part of a cost from which on a change is worth a line."""
+"""The part of a cost from which on a change is worth a line, and an operation is named."""
 
 Bound: TypeAlias = Literal["", "about", "at least", "at most"]
 
@@ -89,8 +88,3 @@ class Cost:
 def searched(name: str) -> Change:
     """The best other placement of a value that somebody pinned."""
     return Change(f"The best other placement, which plan.explain(why={name!r}) searches for", None)
-
-
-def searched_of_chosen(plan: PlanView, name: str) -> tuple[Change, ...]:
-    """The same of a value that nobody pinned; nothing where the plan is proved optimal."""
-    return (searched(name),) if plan.gap else ()

@@ -9,7 +9,7 @@ from typing import Final
 
 from shardc.ir.collective import known_bytes
 from shardc.plan.borders import Border
-from shardc.report.advice.cost import Change, Words, searched, searched_of_chosen
+from shardc.report.advice.cost import Change, Words, searched
 from shardc.report.advice.elsewhere import Asked
 from shardc.report.advice.pieces import Piece
 from shardc.report.tables import bytes_text, fold_leaves, placement_text, seconds_text
@@ -38,11 +38,6 @@ def names_text(paths: Iterable[str]) -> str:
 
 def at_text(name: str, line: str) -> str:
     return f"{name} at {line}" if line else name
-
-
-def line_of(p: Piece) -> str:
-    """`model.py:12`, or the name of what has no line."""
-    return p.name.line.partition(" (")[0] or p.name.original.word
 
 
 def _dearest(pieces: Sequence[Piece]) -> str:
@@ -78,8 +73,7 @@ def _of_borders(
     by_path = {b.path: b for b in borders}
     fixed = [path for path in paths if path in by_path and _is_fixed(by_path[path])]
     if not fixed:
-        found = searched_of_chosen(asked.plan, f"{kind}{paths[0]}".rstrip())
-        return Words(what, f"{_dearest(pieces)} The placement was chosen.", found)
+        return Words(what, f"{_dearest(pieces)} The placement was chosen.", ())
     pinned = "It is" if len(paths) == 1 else "All are" if len(fixed) == len(paths) else f"{len(fixed)} of them are"
     how = "pinned" if by_path[fixed[0]].known.pin is not None else "passed"
     changes = (*_moved(asked, pieces), searched(f"{kind}{fixed[0]}".rstrip()))
@@ -115,16 +109,14 @@ def _moved(asked: Asked, pieces: Sequence[Piece]) -> Iterator[Change]:
 def of_sum(asked: Asked, pieces: Sequence[Piece]) -> Words:
     half = math.fsum(min(p.seconds, (p.seconds + p.hidden) / 2) for p in pieces if p.value.startswith("f32"))
     narrow = Change("Float32 sums in bfloat16, with fewer digits (docs/mixed-precision.md)", half, "at most")
-    changes = (*[narrow] * bool(half), *searched_of_chosen(asked.plan, line_of(pieces[0])))
-    return Words(f"{sent_text(pieces)}, of partial sums", _dearest(pieces), changes)
+    return Words(f"{sent_text(pieces)}, of partial sums", _dearest(pieces), (narrow,) * bool(half))
 
 
 def of_value(asked: Asked, pieces: Sequence[Piece]) -> Words:
-    changes = searched_of_chosen(asked.plan, line_of(pieces[0]))
-    return Words(f"{sent_text(pieces)}, of values between operations", _dearest(pieces), changes)
+    return Words(f"{sent_text(pieces)}, of values between operations", _dearest(pieces), ())
 
 
 def of_window(asked: Asked, pieces: Sequence[Piece]) -> Words:
     p = pieces[0]
     why = f"{at_text(p.name.word, p.name.line)} needs pieces of {p.value} that other devices hold."
-    return Words(f"{sent_text(pieces)}, of pieces for operations", why, searched_of_chosen(asked.plan, line_of(p)))
+    return Words(f"{sent_text(pieces)}, of pieces for operations", why, ())

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from shardc.machine.topology import Topology
 from shardc.pipeline.plan import PlanView
 from shardc.plan.plan import SpmdPlan
-from shardc.report.advice.cost import Change, Words
+from shardc.report.advice.cost import SMALL, Change, Words
 from shardc.report.advice.elsewhere import Asked
 from shardc.report.advice.moves import NAMED, at_text, names_text, sent_text
 from shardc.report.advice.pieces import Cut, Piece, seconds_of
@@ -18,12 +18,13 @@ from shardc.report.tables import seconds_text
 
 def _operations(pieces: Sequence[Piece]) -> str:
     """`dot_general at model.py:12 (loss), 1.20 ms`: the dearest operations."""
-    found: dict[str, float] = defaultdict(float)
+    found: dict[str, list[float]] = defaultdict(list)
     for p in pieces:
-        found[at_text(p.name.original.word, p.name.line)] += p.seconds
-    dearest = sorted(found.items(), key=lambda item: -item[1])
-    texts = [f"{name}, {seconds_text(seconds)}" for name, seconds in dearest[:NAMED]]
-    return "; ".join(texts) + f"; {len(found) - NAMED} more" * (len(found) > NAMED)
+        found[at_text(p.name.original.word, p.name.line)].append(p.seconds)
+    dearest = sorted(((math.fsum(each), name) for name, each in found.items()), key=lambda item: -item[0])
+    named = [(seconds, name) for seconds, name in dearest[:NAMED] if seconds > SMALL * seconds_of(pieces)]
+    texts = [f"{name}, {seconds_text(seconds)}" for seconds, name in named]
+    return "; ".join(texts) + f"; {len(found) - len(named)} more" * (len(found) > len(named))
 
 
 def of_unsplit(asked: Asked, pieces: Sequence[Piece]) -> Words:
