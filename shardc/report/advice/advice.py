@@ -11,7 +11,7 @@ from shardc.pipeline.plan import MpmdPlan, PlanView
 from shardc.report.advice import moves, waits, work
 from shardc.report.advice.cost import Change, Cost, Words
 from shardc.report.advice.elsewhere import Asked
-from shardc.report.advice.pieces import Piece, Reason, by_cost, pieces_of, seconds_of
+from shardc.report.advice.pieces import Reason, TimePiece, by_cost, pieces_of, seconds_of
 from shardc.report.tables import Section, bytes_text, seconds_text
 
 MOST: Final = 3
@@ -19,7 +19,7 @@ MOST: Final = 3
 LEAST: Final = 1e-3
 """The share of a call from which on a cost is listed. Smaller ones print as `less than 0.1%`."""
 
-_WORDS: Final[Mapping[Reason, Callable[[Asked, Sequence[Piece]], Words]]] = {
+_WORDS: Final[Mapping[Reason, Callable[[Asked, Sequence[TimePiece]], Words]]] = {
     "argument": moves.of_argument, "result": moves.of_result, "constraint": moves.of_constraint, "sum": moves.of_sum,
     "value": moves.of_value, "window": moves.of_window, "unsplit": work.of_unsplit, "recomputed": work.of_recomputed,
     "repeated": work.of_repeated, "computing": work.of_computing, "memory": work.of_memory, "host": waits.of_host,
@@ -59,15 +59,15 @@ def advice_on(plan: PlanView) -> Advice | None:
     return Advice(title, costs, list(_rest(plan))) if costs else None
 
 
-def _cost(asked: Asked, pieces: Sequence[Piece]) -> Cost:
+def _cost(asked: Asked, pieces: Sequence[TimePiece]) -> Cost:
     words, seconds = _WORDS[pieces[0].reason](asked, pieces), seconds_of(pieces)
     changes = tuple(c for c in words.changes if c.is_worth_a_line(seconds))
     return Cost(seconds, seconds / asked.plan.seconds, words.what, words.why, changes)
 
 
-def call_pieces(plan: PlanView) -> list[Piece]:
+def call_pieces(plan: PlanView) -> list[TimePiece]:
     """The pieces of a call; of a pipeline, of the rank that waits least. They add up to `plan.seconds`."""
-    found = [Piece("launch", (), plan.time.launch)]
+    found = [TimePiece("launch", (), plan.time.launch)]
     if not isinstance(plan, MpmdPlan):
         return [*pieces_of(plan), *found]
     wait, loops = plan.time.wait, plan.cut.loop.length
@@ -76,7 +76,7 @@ def call_pieces(plan: PlanView) -> list[Piece]:
         if task.plan is not None and stage.rank == waits.rank_of(plan):
             found += pieces_of(task.plan, stage.names, loops if task.id.in_loop else 1)
     transfers = min(waits.transfer_seconds(plan), wait)
-    return [*found, Piece("transfers", (), transfers), Piece("bubble", (), wait - transfers)]
+    return [*found, TimePiece("transfers", (), transfers), TimePiece("bubble", (), wait - transfers)]
 
 
 def _rest(plan: PlanView) -> Iterator[str]:

@@ -11,7 +11,7 @@ from shardc.passes.place.problem import Node
 from shardc.pipeline.plan import PlanView
 from shardc.plan.counterfactual import Counterfactual
 from shardc.plan.plan import SpmdPlan
-from shardc.report.advice.pieces import Piece
+from shardc.report.advice.pieces import TimePiece
 from shardc.sbp.placement import Placement
 
 
@@ -28,7 +28,7 @@ class Asked:
         plan = self.plan
         return Counterfactual(plan) if isinstance(plan, SpmdPlan) and plan.offloaded is None else None
 
-    def elsewhere(self, pieces: Sequence[Piece]) -> tuple[dict[str, Placement], SpmdPlan] | None:
+    def elsewhere(self, pieces: Sequence[TimePiece]) -> tuple[dict[str, Placement], SpmdPlan] | None:
         """The plan with the pinned values of boxings placed where the other end of the dearest boxing of each is.
 
         Returns:
@@ -47,7 +47,7 @@ class Asked:
         return None if other is None else (places, other)
 
 
-def _nodes(asked: Counterfactual, piece: Piece) -> list[tuple[str, Node]]:
+def _nodes(asked: Counterfactual, piece: TimePiece) -> list[tuple[str, Node]]:
     """The nodes that hold a value where it is, with its name: of an argument also the result that takes its buffer."""
     plan, problem = asked.plan, asked.problem
     if piece.reason == "argument":

@@ -11,14 +11,14 @@ from shardc.ir.collective import known_bytes
 from shardc.plan.borders import Border
 from shardc.report.advice.cost import Change, Words, searched
 from shardc.report.advice.elsewhere import Asked
-from shardc.report.advice.pieces import Piece
+from shardc.report.advice.pieces import TimePiece
 from shardc.report.tables import bytes_text, fold_leaves, placement_text, seconds_text
 
 NAMED: Final = 3
 """The arguments, or lines, of one cost that are named."""
 
 
-def sent_text(pieces: Sequence[Piece]) -> str:
+def sent_text(pieces: Sequence[TimePiece]) -> str:
     """`all_gather and permute over data, 12 times, 1.5 MiB`, and how much of it is hidden."""
     moves = [c for p in pieces for c in p.moves]
     kinds, axes = Counter(c.kind for c in moves), dict.fromkeys(a for c in moves for a in c.axes)
@@ -40,7 +40,7 @@ def at_text(name: str, line: str) -> str:
     return f"{name} at {line}" if line else name
 
 
-def _dearest(pieces: Sequence[Piece]) -> str:
+def _dearest(pieces: Sequence[TimePiece]) -> str:
     """Who makes the value that is dearest to move, and who reads it, each with its placement."""
     p = pieces[0]
     made, reader = p.name.original, p.reader
@@ -53,13 +53,13 @@ def _dearest(pieces: Sequence[Piece]) -> str:
     return f"The dearest of {len(pieces)}: {text}" if len(pieces) > 1 else text
 
 
-def of_argument(asked: Asked, pieces: Sequence[Piece]) -> Words:
+def of_argument(asked: Asked, pieces: Sequence[TimePiece]) -> Words:
     paths = list(dict.fromkeys(p.name.original.word for p in pieces))
     what = f"{sent_text(pieces)}, of argument{'s' * (len(paths) > 1)} {names_text(paths)}"
     return _of_borders(asked, pieces, what, paths, asked.plan.in_borders, "")
 
 
-def of_result(asked: Asked, pieces: Sequence[Piece]) -> Words:
+def of_result(asked: Asked, pieces: Sequence[TimePiece]) -> Words:
     paths = list(dict.fromkeys(p.reader.word for p in pieces if p.reader is not None))
     what = (
         f"{sent_text(pieces)}, of {f'results {names_text(paths)}' if len(paths) > 1 else f'result {paths[0]}'.rstrip()}"
@@ -68,7 +68,7 @@ def of_result(asked: Asked, pieces: Sequence[Piece]) -> Words:
 
 
 def _of_borders(
-    asked: Asked, pieces: Sequence[Piece], what: str, paths: Sequence[str], borders: Sequence[Border], kind: str
+    asked: Asked, pieces: Sequence[TimePiece], what: str, paths: Sequence[str], borders: Sequence[Border], kind: str
 ) -> Words:
     by_path = {b.path: b for b in borders}
     fixed = [path for path in paths if path in by_path and _is_fixed(by_path[path])]
@@ -86,13 +86,13 @@ def _is_fixed(border: Border) -> bool:
     return arrival is not None or (pin is not None and pin.fixed != frozenset())
 
 
-def of_constraint(asked: Asked, pieces: Sequence[Piece]) -> Words:
+def of_constraint(asked: Asked, pieces: Sequence[TimePiece]) -> Words:
     lines = list(dict.fromkeys(p.reader.line for p in pieces if p.reader is not None))
     what = f"{sent_text(pieces)}, for the constraint{'s' * (len(lines) > 1)} at {', '.join(lines[:NAMED])}"
     return Words(what, _dearest(pieces), (*_moved(asked, pieces), searched(lines[0].partition(" (")[0])))
 
 
-def _moved(asked: Asked, pieces: Sequence[Piece]) -> Iterator[Change]:
+def _moved(asked: Asked, pieces: Sequence[TimePiece]) -> Iterator[Change]:
     """The change that puts what is pinned where its reader, or its maker, has it."""
     if (found := asked.elsewhere(pieces)) is None:
         return
@@ -106,17 +106,17 @@ def _moved(asked: Asked, pieces: Sequence[Piece]) -> Iterator[Change]:
         yield Change(f"{who}{more}", saves, "at least", other.memory.peak - plan.memory.peak)
 
 
-def of_sum(asked: Asked, pieces: Sequence[Piece]) -> Words:
+def of_sum(asked: Asked, pieces: Sequence[TimePiece]) -> Words:
     half = math.fsum(min(p.seconds, (p.seconds + p.hidden) / 2) for p in pieces if p.value.startswith("f32"))
     narrow = Change("Float32 sums in bfloat16, with fewer digits (docs/mixed-precision.md)", half, "at most")
     return Words(f"{sent_text(pieces)}, of partial sums", _dearest(pieces), (narrow,) * bool(half))
 
 
-def of_value(asked: Asked, pieces: Sequence[Piece]) -> Words:
+def of_value(asked: Asked, pieces: Sequence[TimePiece]) -> Words:
     return Words(f"{sent_text(pieces)}, of values between operations", _dearest(pieces), ())
 
 
-def of_window(asked: Asked, pieces: Sequence[Piece]) -> Words:
+def of_window(asked: Asked, pieces: Sequence[TimePiece]) -> Words:
     p = pieces[0]
     why = f"{at_text(p.name.word, p.name.line)} needs pieces of {p.value} that other devices hold."
     return Words(f"{sent_text(pieces)}, of pieces for operations", why, ())

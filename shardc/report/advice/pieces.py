@@ -31,7 +31,7 @@ memory. The others are those of `Time`; `transfers` and `bubble` are the wait of
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class UnevenCut:
     """A dimension that is cut over devices that do not divide it: its size, the devices and their axes."""
 
     size: int
@@ -50,7 +50,7 @@ class Cut:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TimePiece:
     """What an operation, or a boxing, adds to a call.
 
     Attributes:
@@ -81,13 +81,13 @@ class Piece:
     dst: str = ""
     moves: Sequence[Collective] = ()
     devices: int = 1
-    cut: Cut | None = None
+    cut: UnevenCut | None = None
     dtype: str = ""
     computes: float = 0.0
     eqn: Eqn | None = None
 
 
-def pieces_of(placed: PlacedProgram, known: Mapping[Var, ValueName] | None = None, times: int = 1) -> list[Piece]:
+def pieces_of(placed: PlacedProgram, known: Mapping[Var, ValueName] | None = None, times: int = 1) -> list[TimePiece]:
     """The pieces of a call, without its launch; their seconds add up to the rest.
 
     Args:
@@ -100,20 +100,20 @@ def pieces_of(placed: PlacedProgram, known: Mapping[Var, ValueName] | None = Non
     return [p if times == 1 else _repeated(p, times) for p in found]
 
 
-def by_cost(pieces: Iterable[Piece]) -> list[list[Piece]]:
+def by_cost(pieces: Iterable[TimePiece]) -> list[list[TimePiece]]:
     """The pieces that are one cost together, the dearest first."""
-    groups: dict[tuple[str, tuple[str, ...]], list[Piece]] = defaultdict(list)
+    groups: dict[tuple[str, tuple[str, ...]], list[TimePiece]] = defaultdict(list)
     for piece in pieces:
         groups[piece.reason, piece.of].append(piece)
     found = [sorted(group, key=lambda p: -p.seconds) for group in groups.values()]
     return sorted((g for g in found if seconds_of(g) > 0), key=lambda g: -seconds_of(g))
 
 
-def seconds_of(pieces: Iterable[Piece]) -> float:
+def seconds_of(pieces: Iterable[TimePiece]) -> float:
     return math.fsum(p.seconds for p in pieces)
 
 
-def _repeated(p: Piece, times: int) -> Piece:
+def _repeated(p: TimePiece, times: int) -> TimePiece:
     moves = [replace(c, bytes=c.bytes * times, count=c.count * times) for c in p.moves]
     parts = {"seconds": p.seconds * times, "hidden": p.hidden * times, "computes": p.computes * times}
     return replace(p, moves=moves, **parts)
@@ -146,14 +146,14 @@ class _Walk:
         used = self.axes_used(eqn)
         return math.prod(n for axis, n in self.mesh.axes if axis not in used)
 
-    def cut(self, eqn: Eqn) -> Cut | None:
-        found: set[Cut] = set()
+    def cut(self, eqn: Eqn) -> UnevenCut | None:
+        found: set[UnevenCut] = set()
         for v in (*compat.variables(eqn.invars), *eqn.outvars):
             for dim, axes in self.placements[v].splits.items():
-                found.add(Cut(v.aval.shape[dim], math.prod(self.mesh.sizes[a] for a in axes), tuple(axes)))
+                found.add(UnevenCut(v.aval.shape[dim], math.prod(self.mesh.sizes[a] for a in axes), tuple(axes)))
         return max((c for c in found if c.size and c.padding), key=lambda c: c.padding, default=None)
 
-    def pieces(self, eqn: Eqn, cost: EquationCost) -> Iterator[Piece]:
+    def pieces(self, eqn: Eqn, cost: EquationCost) -> Iterator[TimePiece]:
         time, name = cost.time, self.names.operations[eqn]
         moves = [c for c in cost.collectives if c.bytes]
         hidden = cost.hidden + time.overlapped
@@ -161,11 +161,11 @@ class _Walk:
             reason, of, reader = self.why_moved(eqn, name, moves)
             src, dst = ("", "") if eqn.primitive is not box_p else self.ends(eqn)
             value = max(moves, key=lambda c: c.bytes).value if moves else ""
-            yield Piece(
+            yield TimePiece(
                 reason, of, time.moving - hidden, hidden, name, reader, value, src, dst, moves, self.mesh.size, eqn=eqn
             )
         if time.host:
-            yield Piece("host", (), time.host, name=name, value=short_aval(eqn.outvars[0].aval), eqn=eqn)
+            yield TimePiece("host", (), time.host, name=name, value=short_aval(eqn.outvars[0].aval), eqn=eqn)
         if time.computing:
             yield self.work(eqn, name, cost)
 
@@ -195,11 +195,11 @@ class _Walk:
             return "constraint", axes, reader
         return "value", axes, reader
 
-    def work(self, eqn: Eqn, name: ValueName, cost: EquationCost) -> Piece:
+    def work(self, eqn: Eqn, name: ValueName, cost: EquationCost) -> TimePiece:
         time, copies = cost.time, self.copies(eqn)
         largest = max(eqn.outvars, key=bytes_of, default=None)
         reason, of = self.why_computed(eqn, name, cost, copies)
-        return Piece(
+        return TimePiece(
             reason, of, time.computing, name=name, value="" if largest is None else short_aval(largest.aval),
             devices=copies, cut=self.cut(eqn), dtype=str(work_dtype(eqn)), computes=time.compute, eqn=eqn,
         )  # fmt: skip

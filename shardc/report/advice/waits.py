@@ -13,13 +13,13 @@ from shardc.pipeline.schedule.simulate import simulate
 from shardc.plan.plan import SpmdPlan
 from shardc.report.advice.cost import Change, Words
 from shardc.report.advice.elsewhere import Asked
-from shardc.report.advice.pieces import Piece, seconds_of
+from shardc.report.advice.pieces import TimePiece, seconds_of
 from shardc.report.tables import bytes_text, number_text, seconds_text
 from shardc.runtime.actor import Channel
 from shardc.sbp.cost import launch_seconds
 
 
-def of_host(asked: Asked, pieces: Sequence[Piece]) -> Words:
+def of_host(asked: Asked, pieces: Sequence[TimePiece]) -> Words:
     plan = asked.plan
     names = list(dict.fromkeys(str(p.name.original) for p in pieces))
     more = f" and {len(names) - 1} more" * (len(names) > 1)
@@ -29,7 +29,7 @@ def of_host(asked: Asked, pieces: Sequence[Piece]) -> Words:
     return Words(f"moves between device and host of {names[0]}{more}", why, (kept,))
 
 
-def of_launch(asked: Asked, pieces: Sequence[Piece]) -> Words:
+def of_launch(asked: Asked, pieces: Sequence[TimePiece]) -> Words:
     plan = asked.plan
     if isinstance(plan, MpmdPlan):
         why = f"A task takes at least its launch, {seconds_text(plan.mesh.topology.dispatch)}."
@@ -64,7 +64,7 @@ def _with_links(plan: MpmdPlan, part: float) -> float:
     return max(plan.seconds - simulate(plan.network, plan.cost, link).makespan, 0.0)
 
 
-def of_transfers(asked: Asked, pieces: Sequence[Piece]) -> Words:
+def of_transfers(asked: Asked, pieces: Sequence[TimePiece]) -> Words:
     plan = asked.plan
     assert isinstance(plan, MpmdPlan)
     largest = max(plan.transfers, key=lambda t: t.seconds * t.count)
@@ -75,7 +75,7 @@ def of_transfers(asked: Asked, pieces: Sequence[Piece]) -> Words:
     return Words("waiting for transfers between stages", why, tuple(changes))
 
 
-def of_bubble(asked: Asked, pieces: Sequence[Piece]) -> Words:
+def of_bubble(asked: Asked, pieces: Sequence[TimePiece]) -> Words:
     plan = asked.plan
     assert isinstance(plan, MpmdPlan)
     busy = plan.simulate().busy

@@ -12,11 +12,11 @@ from shardc.plan.plan import SpmdPlan
 from shardc.report.advice.cost import SMALL, Change, Words
 from shardc.report.advice.elsewhere import Asked
 from shardc.report.advice.moves import NAMED, at_text, names_text, sent_text
-from shardc.report.advice.pieces import Cut, Piece, seconds_of
+from shardc.report.advice.pieces import TimePiece, UnevenCut, seconds_of
 from shardc.report.tables import seconds_text
 
 
-def _operations(pieces: Sequence[Piece]) -> str:
+def _operations(pieces: Sequence[TimePiece]) -> str:
     """`dot_general at model.py:12 (loss), 1.20 ms`: the dearest operations."""
     found: dict[str, list[float]] = defaultdict(list)
     for p in pieces:
@@ -27,7 +27,7 @@ def _operations(pieces: Sequence[Piece]) -> str:
     return "; ".join(texts) + f"; {len(found) - len(named)} more" * (len(found) > len(named))
 
 
-def of_unsplit(asked: Asked, pieces: Sequence[Piece]) -> Words:
+def of_unsplit(asked: Asked, pieces: Sequence[TimePiece]) -> Words:
     plan = asked.plan
     moving, work = ([p for p in pieces if bool(p.moves) is moves] for moves in (True, False))
     name, devices = pieces[0].of[0], max(p.devices for p in pieces)
@@ -41,7 +41,7 @@ def of_unsplit(asked: Asked, pieces: Sequence[Piece]) -> Words:
     return Words(what, why, (Change(rule, saved, "at most"),))
 
 
-def of_repeated(asked: Asked, pieces: Sequence[Piece]) -> Words:
+def of_repeated(asked: Asked, pieces: Sequence[TimePiece]) -> Words:
     axes = ", ".join(pieces[0].of)
     saved = math.fsum(p.seconds * (1 - 1 / p.devices) for p in pieces)
     split = Change(f"Placements that split it over {axes}, if nothing moves for them", saved, "at most")
@@ -49,7 +49,7 @@ def of_repeated(asked: Asked, pieces: Sequence[Piece]) -> Words:
     return Words(what, f"No operand of it is split over {axes}.", (split,))
 
 
-def of_recomputed(asked: Asked, pieces: Sequence[Piece]) -> Words:
+def of_recomputed(asked: Asked, pieces: Sequence[TimePiece]) -> Words:
     plan = asked.plan
     found = plan.recomputed if isinstance(plan, SpmdPlan) else None
     if found is not None:
@@ -60,20 +60,20 @@ def of_recomputed(asked: Asked, pieces: Sequence[Piece]) -> Words:
     return Words(f"computing again what was computed before: {_operations(pieces)}", why, (kept,))
 
 
-def of_computing(asked: Asked, pieces: Sequence[Piece]) -> Words:
+def of_computing(asked: Asked, pieces: Sequence[TimePiece]) -> Words:
     plan = asked.plan
     changes = [*_without_padding(pieces), *_narrower(plan.mesh.topology, pieces)]
     return _shared(plan, pieces, "computing", changes)
 
 
-def of_memory(asked: Asked, pieces: Sequence[Piece]) -> Words:
+def of_memory(asked: Asked, pieces: Sequence[TimePiece]) -> Words:
     plan = asked.plan
     wide = seconds_of(p for p in pieces if p.value.startswith("f32"))
     narrow = [Change("Float32 values in bfloat16", wide / 2, "at most")] * bool(wide)
     return _shared(plan, pieces, "reading and writing memory", [*_without_padding(pieces), *narrow])
 
 
-def _shared(plan: PlanView, pieces: Sequence[Piece], what: str, changes: Sequence[Change]) -> Words:
+def _shared(plan: PlanView, pieces: Sequence[TimePiece], what: str, changes: Sequence[Change]) -> Words:
     """The words for work of which each device has its part."""
     seconds = seconds_of(pieces)
     if not any(c.is_worth_a_line(seconds) for c in changes):
@@ -82,9 +82,9 @@ def _shared(plan: PlanView, pieces: Sequence[Piece], what: str, changes: Sequenc
     return Words(f"{what}{repeated}: {_operations(pieces)}", "", tuple(changes))
 
 
-def _without_padding(pieces: Sequence[Piece]) -> Iterator[Change]:
+def _without_padding(pieces: Sequence[TimePiece]) -> Iterator[Change]:
     """The dimension whose padding takes most, without it."""
-    wasted: dict[Cut, float] = defaultdict(float)
+    wasted: dict[UnevenCut, float] = defaultdict(float)
     for p in pieces:
         if p.cut is not None:
             wasted[p.cut] += p.seconds * p.cut.padding
@@ -95,7 +95,7 @@ def _without_padding(pieces: Sequence[Piece]) -> Iterator[Change]:
         yield Change(what, wasted[cut], "at most")
 
 
-def _narrower(machine: Topology, pieces: Sequence[Piece]) -> Iterator[Change]:
+def _narrower(machine: Topology, pieces: Sequence[TimePiece]) -> Iterator[Change]:
     """Products in bfloat16, where that is faster."""
     wide = [p for p in pieces if p.dtype in ("float32", "float64")]
     fast = machine.flops_in("bfloat16")
