@@ -93,8 +93,8 @@ class PlanFace:
     def explain(
         self, why: str | None = None, *, pins: bool = False, after: str | None = None, width: int | None = None
     ) -> str:
-        """A report of the plan: placements, collectives with their reason, bytes and source line, time and memory; of
-        a pipeline also its stages, their schedule and its bubbles.
+        """A report of the plan: its largest costs with what would change them, placements, collectives with their
+        reason, bytes and source line, time and memory; of a pipeline also its stages, their schedule and its bubbles.
 
         Args:
           why: asks for one value: why it lies where it does, who makes and reads it with which boxings between, and
@@ -127,9 +127,9 @@ class PlanFace:
         return report_text([*sections_of(self._plan, width), *more], width)
 
     def report(self, path: str | PathLike[str]) -> None:
-        """Writes the plan as one HTML page that needs no network: warnings, figures, the mesh and where each array
-        lives, the program by module with what moves there and why, bytes and seconds by axis, memory over the call; of
-        a pipeline also its schedule and timeline.
+        """Writes the plan as one HTML page that needs no network: warnings, figures, the largest costs and what would
+        change them, the mesh and where each array lives, the program by module with what moves there and why, bytes and
+        seconds by axis, memory over the call; of a pipeline also its schedule and timeline.
 
         Args:
           path: an `.html` file.

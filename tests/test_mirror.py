@@ -47,6 +47,7 @@ COVERED: Final[Mapping[str, str]] = {
     "passes/rewrite/*factors.py": "passes/rewrite/test_sink_merges.py",
     "passes/rewrite/merge_walk.py": "passes/rewrite/test_sink_merges.py",
     "passes/rewrite/windows/*.py": "passes/rewrite/test_compose_windows.py",
+    "report/advice/*.py": "report/advice/test_advice.py",
     "report/page/charts.py": "report/page/test_page.py",
     "report/page/course.py": "report/page/test_equations.py",
     "report/page/modules.py": "report/page/test_equations.py",

@@ -7,7 +7,8 @@ choices of one node, so that every question is answered on the same tables, and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -118,9 +119,13 @@ class Counterfactual:
         values = tables.merge([found.values, start], start, tables.work, ROUNDING)
         return replace(found, values=values, cost=AssignmentCost(unary, tables.pairwise).cost(values))
 
-    def _cheapest(self, unary: Table, number: int, state: list[int]) -> int:
+    def _cheapest(self, unary: Table, number: int, state: Sequence[int]) -> int:
         """The best choice of a node beside neighbours that stay."""
-        return int(np.argmin(unary + sum(table[:, state[j]] for j, table in self._near.get(number, ()))))
+        return int(self._costs(unary, number, state).argmin())
+
+    def _costs(self, unary: Table, number: int, state: Sequence[int]) -> Table:
+        """The cost of each choice of a node beside neighbours that stay."""
+        return unary + sum(table[:, state[j]] for j, table in self._near.get(number, ()))
 
     def placement(self, node: Node, port: int = -1) -> Placement:
         """Where the plan has the value at a port of a node."""
@@ -145,13 +150,44 @@ class Counterfactual:
         masks = {**self._pinned, **{n: self._plain(n) for n in nodes}}
         return self._other(nodes, -1, self._solve(masks, self._state))
 
-    def _other(self, nodes: Collection[Node], port: int, found: Assignment) -> Other:
+    def moved(self, places: Mapping[Node, Placement]) -> SpmdPlan | None:
+        """A plan with the values of some nodes elsewhere, found without a search: the nodes beside a node that changes
+        take what is then cheapest, each once. None: one of the values cannot be there.
+        """
+        values = list(self._state)
+        for node, place in places.items():
+            choices = np.flatnonzero(self._where(node, lambda p, at=place: p == at) & self._plain(node))
+            if not choices.size:
+                return None
+            values[node.number] = int(choices[0])
+        self._settle(values, [n.number for n in places])
+        return self._plan_of(values)
+
+    def _settle(self, values: list[int], changed: Iterable[int]) -> None:
+        """Let nodes beside those that changed choose anew, and so on."""
+        waiting = deque(changed)
+        pinned, seen = {n.number: mask for n, mask in self._pinned.items()}, set(waiting)
+        while waiting:
+            for j, _ in self._near.get(waiting.popleft(), ()):
+                if j in seen:
+                    continue
+                seen.add(j)
+                costs = self._costs(self._tables.unary[j], j, values)
+                costs = np.where(pinned[j], costs, FORBIDDEN) if j in pinned else costs
+                if costs.min() < costs[values[j]]:
+                    values[j] = int(costs.argmin())
+                    waiting.append(j)
+
+    def _plan_of(self, values: Sequence[int]) -> SpmdPlan:
+        """The plan of a choice for each node."""
         plan, problem = self.plan, self.problem
-        ports = {n: self._domains.placements(n, found.values[n.number]) for n in problem.nodes}
-        placed = Placed(ports, found.cost, 1 - found.bound / found.cost if found.cost else 0.0)
-        boxed = insert_boxing(problem, placed, self.mesh)
-        other = SpmdPlan(
+        ports = {n: self._domains.placements(n, values[n.number]) for n in problem.nodes}
+        boxed = insert_boxing(problem, Placed(ports, 0.0, 0.0), self.mesh)
+        return SpmdPlan(
             plan.program, self.mesh, boxed, tuple(ports[n][-1] for n in problem.sources),
             tuple(ports[n][0] for n in problem.sinks), plan.ties, request=replace(plan.request, notes=()),
         )  # fmt: skip
-        return Other(tuple(ports[n][port] for n in nodes), other, found.exact)
+
+    def _other(self, nodes: Collection[Node], port: int, found: Assignment) -> Other:
+        places = tuple(self._domains.placements(n, found.values[n.number])[port] for n in nodes)
+        return Other(places, self._plan_of(found.values), found.exact)

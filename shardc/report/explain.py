@@ -20,6 +20,7 @@ from shardc.passes.recompute.recompute import Recomputed
 from shardc.pipeline.plan import MpmdPlan, PlanView
 from shardc.plan.borders import Border
 from shardc.plan.plan import SpmdPlan
+from shardc.report.advice.advice import Advice, advice_on
 from shardc.report.explain_pipeline import OwnSections, about_text, pipeline_sections, uncounted
 from shardc.report.plan_warnings import slow_axis_notes, uneven_notes
 from shardc.report.stage_text import ranges_text
@@ -80,20 +81,26 @@ def explain(plan: PlanView) -> str:
 
 def summary_of(plan: PlanView) -> list[Section | None]:
     """The sections with the figures of a plan of any kind: what a call takes, what is sent, memory."""
-    own = _own_sections(plan)
-    return [_head(plan, own), totals(plan), _memory(plan, own)]
+    own, advice = _own_sections(plan), advice_on(plan)
+    return [_head(plan, own), advice and advice.section, totals(plan), _memory(plan, own)]
 
 
 def _own_sections(plan: PlanView, width: int | None = None) -> OwnSections:
     return pipeline_sections(plan, width) if isinstance(plan, MpmdPlan) else _program_sections(plan)
 
 
-def sections_of(plan: PlanView, width: int | None = None) -> list[Section]:
-    """The sections of a plan of any kind, in their order; `width` is that of what is drawn."""
-    own = _own_sections(plan, width)
+def sections_of(plan: PlanView, width: int | None = None, advice: Advice | None = None) -> list[Section]:
+    """The sections of a plan of any kind, in their order.
+
+    Args:
+      plan: of any kind.
+      width: that of what is drawn.
+      advice: on its costs, if somebody has it already.
+    """
+    own, advice = _own_sections(plan, width), advice or advice_on(plan)
     staged = isinstance(plan, MpmdPlan)
     found = [
-        _head(plan, own), Section("\n".join([WORDS, *_cost_words(plan)])), *own.stages,
+        _head(plan, own), advice and advice.section, Section("\n".join([WORDS, *_cost_words(plan)])), *own.stages,
         _borders("Arguments", "uses" * staged, plan.in_borders),
         _borders("Results", "makes" * staged, plan.out_borders),
         *own.transfers, _moves(plan), totals(plan), _overlaps(plan), _host_memory(plan), *own.channels,

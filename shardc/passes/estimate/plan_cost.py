@@ -165,12 +165,14 @@ class EquationCost:
 
     Attributes:
       time: the time of light operations that are fused is shared out among them by the bytes that each touches: no one
-        of them has a cost of its own. Nothing is subtracted for what overlaps.
+        of them has a cost of its own. Nothing is subtracted for boxings that overlap.
       collectives: as in the plan.
+      hidden: seconds of a boxing that overlap with computing.
     """
 
     time: Time
     collectives: Sequence[Collective]
+    hidden: float = 0.0
 
 
 def equation_costs(boxed: Boxed, mesh: MeshView) -> dict[Eqn, EquationCost]:
@@ -375,6 +377,9 @@ class _CostWalk:
     ) -> None:  # fmt: skip
         """Add collectives that go on beside computation to `overlaps`."""
         assert self.each is not None
+        for eqn in eqns:
+            part = times[eqn].moving / seconds
+            self.each[eqn].hidden += sum(beside.values()) * share * trips * part
         moves = [c for eqn in eqns for c in self.each[eqn].collectives]
         kind = max(COLLECTIVES, key=lambda kind: sum(getattr(times[eqn], kind) for eqn in eqns))
         largest = max(moves, key=lambda c: (c.kind == kind, c.bytes))
@@ -603,7 +608,7 @@ class _CostWalk:
             self.overlaps[listed[0] :] = self.overlaps[listed[dearest] : listed[dearest + 1]]
             for e in (e for k, body in enumerate(bodies_of(eqn)) if k != dearest for e in all_eqns(body)):
                 if self.each is not None and e in self.each:
-                    self.each[e].time = Time()
+                    self.each[e].time, self.each[e].hidden = Time(), 0.0
             return found[dearest]
         return sum(found, Time()) * length
 

@@ -186,6 +186,21 @@ function drawPlaces(array, mesh) {
     hidden && h("p", {class: "about"}, `The first devices along each axis, of ${mesh.axes.reduce((n, [, m]) => n * m, 1)}.`)];
 }
 
+// A box of rows that scrolls, and below it how many rows are hidden: scroll bars may not be seen.
+function scrolled(rows, box) {
+  const button = h("button", {onclick: () => box.scrollBy({top: 0.8 * box.clientHeight, behavior: "smooth"})});
+  const below = h("p", {class: "below", hidden: true}, button);
+  const tell = () => {
+    const end = box.scrollTop + box.clientHeight + 4, hidden = [...rows.children].filter(row => row.offsetTop + row.offsetHeight > end).length;
+    button.textContent = `\u25be ${hidden} more row${hidden === 1 ? "" : "s"}: scroll`;
+    below.hidden = !hidden;
+    box.classList.toggle("goes-on", hidden > 0);
+  };
+  box.addEventListener("scroll", tell);
+  new ResizeObserver(tell).observe(box);  // it is called at once too
+  return [box, below];
+}
+
 function drawArrays(body) {
   const picture = h("div", {class: "picture", "aria-live": "polite"});
   const lists = h("div");
@@ -217,8 +232,8 @@ function drawArrays(body) {
     };
     more(0);
     const names = ["path", ...(staged ? ["on"] : []), "type", "placement", "why"];
-    return [h("h3", {}, group.title), rows.length > 0 && h("div", {class: "arrays wide"}, h("table", {},
-      h("thead", {}, h("tr", {}, names.map(n => h("th", {}, n)), h("th", {class: "number"}, "per device"))), made))];
+    return [h("h3", {}, group.title), ...(rows.length ? scrolled(made, h("div", {class: "arrays wide", tabindex: 0}, h("table", {},
+      h("thead", {}, h("tr", {}, names.map(n => h("th", {}, n)), h("th", {class: "number"}, "per device"))), made))) : [])];
   }
   const draw = query => lists.replaceChildren(...data.arrays.flatMap(group => list(group, query)).filter(Boolean));
   const search = h("input", {type: "search", id: "array-search", placeholder: "path, type, placement ...", "aria-label": "Search arrays",

@@ -12,6 +12,7 @@ from shardc.errors import ArgumentError, writing
 from shardc.ir.collective import unknown_among
 from shardc.pipeline.plan import MpmdPlan, PlanView
 from shardc.plan.plan import SpmdPlan
+from shardc.report.advice.advice import Advice, advice_on
 from shardc.report.chart import Chart, planned_chart
 from shardc.report.explain import compared_text, notes_of, proof_text, sections_of, why_placed
 from shardc.report.explain_pipeline import about_text
@@ -61,8 +62,9 @@ class Page:
       warnings: to be read first.
       figures: the headline.
       sections: those of `explain()`.
-      notes: that warn of nothing; in a fold.
       data: of what is drawn: `meshes`, `arrays`, `program`, `totals`, `course` or `ranks`, `chart`, `schedule`.
+      notes: that warn of nothing; in a fold.
+      advice: the largest costs; None: there are none, or nobody has looked.
     """
 
     title: str
@@ -72,6 +74,7 @@ class Page:
     sections: Sequence[Section]
     data: Mapping[str, Any] = field(default_factory=dict[str, Any])
     notes: Sequence[str] = ()
+    advice: Advice | None = None
 
     @property
     def text(self) -> str:
@@ -131,7 +134,8 @@ def page_of(plan: PlanView, chart: Chart | None = None) -> Page:
     data = {"meshes": meshes, "arrays": arrays, **own}
     warnings = warnings_on(plan)
     notes = [note for note in notes_of(plan) if note not in warnings]
-    figures, sections = figures_of(plan), sections_of(plan)
+    advice = advice_on(plan)
+    figures, sections = figures_of(plan), sections_of(plan, advice=advice)
     if chart is not None and len(chart.tracks) > 1:
         measured = chart.tracks[1]
         figures[0] = replace(figures[0], name="Time of a call, planned")
@@ -139,7 +143,7 @@ def page_of(plan: PlanView, chart: Chart | None = None) -> Page:
         figures.insert(0, Figure("Time of a call, measured", took, measured.note))
         note = f" ({measured.note})" if measured.note else ""
         sections.insert(0, Section(f"Measured: a call took {took}{note}; planned: {seconds_text(plan.seconds)}."))
-    return Page(plan.program.name, about, warnings, figures, sections, data, notes)
+    return Page(plan.program.name, about, warnings, figures, sections, data, notes, advice)
 
 
 def warnings_on(plan: PlanView) -> list[str]:
