@@ -39,9 +39,9 @@ def refused(capsys):
     return call
 
 
-def test_plan_prints_the_head_totals_and_memory_of_explain(run):
+def test_plan_prints_the_head_costs_totals_and_memory_of_explain(run):
     plan, report = run("plan", MLP).split("\n\n"), run("explain", MLP).split("\n\n")
-    assert [part.strip() for part in plan] == [report[i].strip() for i in (0, 5, 7)]
+    assert [part.strip() for part in plan] == [report[i].strip() for i in (0, 1, 6, 8)]
 
 
 def test_json(run):
