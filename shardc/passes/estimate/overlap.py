@@ -1,5 +1,5 @@
-"""Collectives that overlap with computation. This enters `Plan.seconds`; the search counts
-on an average (`HIDDEN` of `shardc/passes/place/value_tables.py`).
+"""Collectives that overlap with computation. This enters `Plan.seconds`; the search
+counts rings alone as hidden.
 
 A collective can go on from when its operand is made until the first computing equation that depends on its result. It
 overlaps with what the device computes in between: the gather of a layer's weights with the products before those that

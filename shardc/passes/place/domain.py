@@ -339,7 +339,7 @@ class Domains(ValueTables):
         """(rows, rows) the cost of boxing a value for a reader, in seconds over all executions."""
         key = (id(table), reader.weight, reader.small, value.stacked)
         if key not in self._matrices:
-            cost = reader.weight * self.exposed * table.seconds
+            cost = reader.weight * table.seconds
             if reader.small or value.stacked:
                 before, after = table.local_bytes[:, None], table.local_bytes
                 wrong = (after > before) if reader.small else (after < before)

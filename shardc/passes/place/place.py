@@ -208,17 +208,17 @@ class Placer:
     def least_seconds(self, bound: float, cost: float, seconds: float) -> float:
         """A lower bound of the seconds of all plans but for their launch.
 
-        Nothing is faster than its computing. Where collectives are hidden most is hidden if they take as long as the
-        computing; the search's cost has a share of them. Where nothing is hidden, the bound is the least sum.
-        Collectives that start together are taken to save no more than in the plan at hand.
+        Nothing is faster than its computing, nor, where all is hidden that can be, than half of the least sum of
+        computing and collectives. Where nothing is, it is the least sum. Collectives that start together are taken to
+        save no more than in the plan at hand.
 
         Args:
           bound: of the search's cost.
           cost, seconds: of the plan at hand.
         """
-        if (exposed := self.domains.exposed) < 1:
-            share = (2 - self.mesh.topology.most_hidden) / (1 + exposed)
-            return max(sum(float(d.seconds.min()) for d in self.domains.of), bound * share)
+        heavy = any(n.kind == "operation" and not n.is_light for n in self.problem.nodes)
+        if heavy and (share := self.mesh.topology.most_hidden):
+            return max(sum(float(d.seconds.min()) for d in self.domains.of), bound * (1 - share / 2))
         return bound - max(0.0, cost - seconds)
 
     def placed(self, found: Assignment) -> Placed:

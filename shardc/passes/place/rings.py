@@ -142,7 +142,5 @@ class _RingOffer:
             memory[some] += table.local_bytes[plain] - held[port][some]
         for port, share in self.node.traffic:  # a result in pieces is read again, and added by itself
             found += 3 * share * held[port] / mesh.topology.memory_rate
-        whole = boxing + heavy_seconds(
-            flops, memory, mesh, work_dtype(self.node.equation), kind=self.rule.kind
-        )
+        whole = boxing + heavy_seconds(flops, memory, mesh, work_dtype(self.node.equation), kind=self.rule.kind)
         return found, whole - found - np.maximum(LEAST_SECONDS, LEAST_SHARE * whole)

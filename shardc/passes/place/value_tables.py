@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from functools import cached_property, lru_cache
-from typing import Any, Final
+from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,11 +16,6 @@ from shardc.passes.place.problem import Problem, Value, digit_of
 from shardc.sbp.boxing import BoxingTable, all_placements, table_of_some
 from shardc.sbp.placement import ReduceOp
 from shardc.sbp.signature import Signature
-
-HIDDEN: Final = 0.3
-"""Share of what a machine can hide of boxings beside heavy operations that the choice of placements counts on. In plans
-of large models 0.4 to 0.7 of the boxings' seconds overlap (benchmarks/clock_search.md); to count on more is worse, as
-boxings that count on the same operations do not all overlap with them."""
 
 
 @lru_cache(maxsize=4096)
@@ -72,12 +67,6 @@ class ValueTables:
         self._tables: dict[
             tuple[int, ReduceOp, bool, frozenset[int]], tuple[BoxingTable, Any]
         ] = {}  # by id of avals, kept alive
-
-    @cached_property
-    def exposed(self) -> float:
-        """The share of a boxing's seconds that it costs."""
-        is_heavy = any(n.kind == "operation" and not n.is_light for n in self.problem.nodes)
-        return 1 - HIDDEN * self.mesh.topology.most_hidden if is_heavy else 1.0
 
     def table(self, value: Value) -> BoxingTable:
         key = (id(value.aval), value.op, value.late, value.unsplit)
