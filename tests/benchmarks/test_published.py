@@ -96,6 +96,7 @@ def test_configurations_of_one_model_are_ranked_by_their_fastest_runs() -> None:
     assert rivals([*rows, *other]) == {"gpt, 8 a100": [rows[2], rows[1], rows[3]]}
 
 
+@pytest.mark.sampled(0)
 def test_the_candidates_of_tune_are_beside_the_published_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     run = small("vtrain-multi-42", devices=8, microbatches=2)
     runs = [replace(run, data=4 // t, tensor=t, seconds=t) for t in (1, 2)]

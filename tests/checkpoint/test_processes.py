@@ -26,6 +26,7 @@ def free_address():
         return f"127.0.0.1:{s.getsockname()[1]}"
 
 
+@pytest.mark.sampled(0)
 def test_one_runtime_of_two_processes(tmp_path):
     """They check what they restore onto another mesh; then one process with all devices takes it."""
     address = free_address()

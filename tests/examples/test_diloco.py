@@ -1,8 +1,11 @@
 """The example of DiLoCo."""
 
+import pytest
+
 from examples import diloco
 
 
+@pytest.mark.sampled(0)
 def test_main(compiled_fast, monkeypatch, capsys):
     monkeypatch.setattr(diloco, "fake_cpu_devices", lambda _: None)
     arguments = "--config test --rounds 12 --inner 5 --slow-learner 0.2 --grace 0.02 --compare"

@@ -23,7 +23,7 @@ def test_every_model_has_its_text():
     assert PLANS.keys() == MODELS.keys()
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.plans_eagerly
 @pytest.mark.parametrize("model", PLANS)
 def test_a_plan_of_the_zoo(model, golden):

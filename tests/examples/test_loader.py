@@ -2,6 +2,7 @@
 
 import jax
 import numpy as np
+import pytest
 
 import shardc
 from examples import data, loader, mlp
@@ -27,6 +28,7 @@ def ran(credits, epochs, every):
     return state, given, said
 
 
+@pytest.mark.sampled(0)
 def test_it_learns_in_some_epochs():
     _, given, said = ran(4, 12, 20)
     reports = [r for r, g in enumerate(given) if g["right"] is not None]

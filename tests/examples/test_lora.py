@@ -16,6 +16,7 @@ from examples import data, llama, lora, weights
 CFG = replace(llama.CONFIGS["test"], layers=1)
 
 
+@pytest.mark.sampled(0)
 def test_steps_and_merged_weights_are_those_of_one_device(compiled_fast):
     mesh, like = shardc.make_mesh(data=4, model=2), weights.shapes(llama, CFG)
     base = jax.tree.map(np.asarray, jax.jit(llama.make_step(CFG)[0])(jax.random.key(1))[0])

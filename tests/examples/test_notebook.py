@@ -8,11 +8,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 FOR_DEVICES = ("XLA_FLAGS", "NPROC", "PJRT_NPROC")
 """Variables that the first cell has to set by itself."""
 
 
+@pytest.mark.sampled(0)
 def test_the_cells_run_one_after_the_other():
     cells = json.loads((ROOT / "examples" / "notebook.ipynb").read_text("utf-8"))["cells"]
     code = [cell for cell in cells if cell["cell_type"] == "code"]

@@ -139,6 +139,7 @@ def test_bytes_are_in_proportion_to_the_ids():
     assert "pull" in text
 
 
+@pytest.mark.sampled(0)
 def test_main(compiled_fast, monkeypatch, capsys):
     monkeypatch.setattr(ps_sparse, "fake_cpu_devices", lambda _: None)
     arguments = "--config test --mode ssp --rounds 40 --batch 64 --capacity 150"

@@ -23,6 +23,7 @@ def ran():
         flow.close()
 
 
+@pytest.mark.sampled(0)
 def test_it_learns_with_parameters_of_a_round_ago(ran):
     _, given, said = ran
     first, second = (float(g["reached"]) for g in given if g["reached"] is not None)

@@ -15,6 +15,7 @@ from examples import rlhf
 CFG = rlhf.CONFIGS["test"]
 
 
+@pytest.mark.sampled(0)
 def test_the_learner_finds_the_chances_that_the_policy_wrote():
     start, _ = rlhf.make_learner(CFG)
     policy = start(jax.random.key(3))["policy"]

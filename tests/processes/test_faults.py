@@ -39,6 +39,7 @@ def test_spmd_killed_while_it_saves(programs):
     ends_as_without(programs, "spmd", "loop", Fault("kill", "save", 0, 0.3, 5))
 
 
+@pytest.mark.sampled(0)
 def test_two_stages_killed_while_they_compile(programs):
     ends_as_without(programs, "2 stages", "loop", Fault("kill", "first step", 0, 0.6), cold=True)
 

@@ -23,7 +23,7 @@ def test_a_mesh_of_two_processes_of_one_runtime():
     run([*CASES, "what_stays_in_each_process", "random-0-8"], islands=1, devices=4, module="tests.processes.wide_flows")
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(0)
 def test_a_mesh_of_an_island_and_others_elsewhere():
     run(CASES, processes=4, islands=2, module="tests.processes.wide_flows")
 

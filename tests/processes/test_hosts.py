@@ -80,6 +80,7 @@ def test_a_host_that_is_paused_for_three_seconds_costs_three_seconds(tmp_path, l
         ends_well(h, run, losses)
 
 
+@pytest.mark.sampled(0)
 def test_a_network_that_delays_and_loses(tmp_path, losses):
     with hosts(2, tmp_path) as h:
         h.network.delay, h.network.loss = 0.05, 0.01

@@ -68,6 +68,7 @@ def test_two_processes_give_what_one_device_gives():
     run([*IN_TWO[:-1], *cheapest(2), IN_TWO[-1]])
 
 
+@pytest.mark.sampled(0)
 def test_a_rank_moves_to_another_process():
     run(["a_rank_moves_to_a_process_of_its_own", "a_rank_moves_within_its_process_and_then_to_another"], processes=3)
 

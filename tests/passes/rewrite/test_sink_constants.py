@@ -374,6 +374,7 @@ def test_a_pipeline():
             np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.sampled(0)
 def test_a_saved_plan(tmp_path):
     """Operations are numbered with what sank; a mask is no value that the loops of a training step are given."""
     cfg = gpt2.Config(layers=3, d_model=64, heads=4, seq=32, scan_layers=True)
