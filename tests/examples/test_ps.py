@@ -9,8 +9,8 @@ from examples import ps
     ("arguments", "least"),
     [
         ("--model logistic --mode bsp", 0.85),
-        ("--model mlp --mode ssp --stale 1", 0.88),
-        ("--model logistic --mode asp --slow-worker 0.01", 0.85),
+        pytest.param("--model mlp --mode ssp --stale 1", 0.88, marks=pytest.mark.sampled(0)),
+        pytest.param("--model logistic --mode asp --slow-worker 0.01", 0.85, marks=pytest.mark.sampled(0)),
     ],
 )
 def test_main(arguments, least, compiled_fast, monkeypatch, capsys):

@@ -50,6 +50,7 @@ def run(options, capsys, tmp_path):
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", RUNS)
 def test_it_trains_audits_and_equals_one_device(name, capsys, tmp_path, request):
     if name == "pipeline":  # those of the pages are compiled as users' are

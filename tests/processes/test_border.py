@@ -7,7 +7,7 @@ import pytest
 from tests.processes.run import run_tests
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize(("processes", "devices", "stride"), [(2, 4, 4), (2, 4, 1), (3, 2, 1)])
 def test_data_in_and_values_out(processes, devices, stride):
     which = ["tests/processes/border.py", "--stride", str(stride)]

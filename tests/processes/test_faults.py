@@ -59,7 +59,8 @@ def test_three_stages_killed_while_they_start(programs):
     ends_as_without(programs, "3 stages", "loop", Fault("kill", "start", 2, 0.5))
 
 
-@pytest.mark.parametrize("kind", ["2 stages", pytest.param("3 stages", marks=pytest.mark.sampled(0))])
+@pytest.mark.sampled(0)
+@pytest.mark.parametrize("kind", ["2 stages", "3 stages"])
 def test_a_stage_that_raises(programs, kind):
     """Its neighbours hear of it, and need no restart of their own."""
     ends_as_without(programs, kind, "run", Fault("raise", "step", 1, 0.5, 7))

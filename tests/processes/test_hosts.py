@@ -51,6 +51,7 @@ def ends_well(h, run, losses):
     assert h.text("err0") == ""
 
 
+@pytest.mark.sampled(0)
 def test_a_break_of_three_seconds_costs_three_seconds(tmp_path, losses):
     with hosts(2, tmp_path) as h:
         run = start(h)

@@ -30,7 +30,7 @@ def test_threads_of_one_process():
     check(["gang", "threads", "callables", "refused"], "--processes", 2, "--devices", 1)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize(
     "shape, options",
     [

@@ -41,6 +41,7 @@ def test_pieces_make_up_the_array_and_each_is_read_once(shape, placement):
     assert sum(np.prod([b - a for a, b in box]) for _, *box in asked) == x.size  # no element twice, and none too many
 
 
+@pytest.mark.sampled(0)
 def test_the_host_has_one_piece_at_a_time():
     given = []
 
