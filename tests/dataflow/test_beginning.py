@@ -216,7 +216,7 @@ with shardc.checkpoints(folder, every=1) as saved:
 """
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("size", [4, 1000])  # small values come to all processes, large ones stay
 def test_late_values_of_another_process_go_through_a_checkpoint(tmp_path, size):
     (tmp_path / "far.py").write_text(FAR)

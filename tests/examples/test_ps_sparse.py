@@ -122,6 +122,7 @@ def test_pulls_see_what_stale_says():
     np.testing.assert_allclose(held.value["table"][:, 0], [0, -0.6, 0, -0.6, 0], rtol=1e-6)
 
 
+@pytest.mark.sampled(0)
 def test_bytes_are_in_proportion_to_the_ids():
     cfg = dlrm.CONFIGS["test"]
 

@@ -58,7 +58,7 @@ def test_it_trains_audits_and_equals_one_device(name, capsys, tmp_path, request)
     run(RUNS[name], capsys, tmp_path)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(0)
 @pytest.mark.usefixtures("compiled_fast")
 @pytest.mark.parametrize("name", ["mlp", "pipeline"])
 def test_the_same_command_again_goes_on(name, capsys, tmp_path):

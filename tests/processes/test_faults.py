@@ -103,6 +103,7 @@ def test_a_death_is_an_error_in_the_neighbour_within_a_second():
     assert re.search(r"^  waited: rank 0 at 0B\d for message \d of \"gradient 1->0\"", text, re.MULTILINE), text
 
 
+@pytest.mark.sampled(0)
 def test_a_silence_is_an_error_in_the_neighbour_within_the_deadline_and_a_second():
     text = lost(signal.SIGSTOP, 4.0 + 1.0, LOST, silence=4.0)
     assert text.startswith("process 1 is lost: ")

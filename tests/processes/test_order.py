@@ -26,6 +26,7 @@ def check(shapes, *options):
     assert list(found) == shapes and max(found.values()) < 1e-5, found
 
 
+@pytest.mark.sampled(0)
 def test_threads_of_one_process():
     check(["gang", "threads", "callables", "refused"], "--processes", 2, "--devices", 1)
 

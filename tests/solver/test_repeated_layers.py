@@ -212,6 +212,7 @@ def step(params, x):
     return optax.apply_updates(params, updates)
 
 
+@pytest.mark.sampled(0)
 def test_a_training_step_is_placed_as_well_as_without(monkeypatch, caplog):
     caplog.set_level(logging.DEBUG, logger="shardc")
     layers, width = 72, 256

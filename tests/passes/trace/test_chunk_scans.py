@@ -105,7 +105,7 @@ def check(f: Callable[[Any], Any], x: Any, mesh: Any, where: Any) -> shardc.Plan
     return g.plan(x)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "n"), [(name, (13, 16)[i % 2]) for i, name in enumerate(SCANS)])
 def test_values(name: str, n: int) -> None:
     plan = check(SCANS[name], operand(n), MESH, {"a": S(0)})
@@ -118,6 +118,7 @@ def test_values_on_other_meshes(n: int, devices: int) -> None:
     check(lambda x: (min_gru(x), min_gru(x, True)), operand(n), shardc.make_mesh(a=devices), {"a": S(0)})
 
 
+@pytest.mark.sampled(0)
 def test_a_device_sends_one_summary() -> None:
     mesh = shardc.make_mesh(topology="v5p:2x2x2", a=8)
     x = jax.ShapeDtypeStruct((65_536, 512), jnp.float32)
