@@ -26,7 +26,7 @@ from shardc.errors import ArgumentError, CheckpointError, did_you_mean
 SECONDS: Final = 60.0
 """For one request of a small object: tensorstore repeats it as long as nobody answers."""
 DATA: Final = "data/"
-"""What begins the keys of the contents of all folders."""
+"""The prefix of the keys of the contents of all folders."""
 _DRIVERS: Final = {"s3": "s3", "gs": "gcs", "memory": "memory"}
 """The drivers of tensorstore by the scheme of a URL. `memory` is that of this process, for tests."""
 
@@ -107,7 +107,7 @@ class ObjectPath:
 
     @property
     def spec(self) -> dict[str, Any]:
-        """What tensorstore calls the store of all keys below this path."""
+        """The spec of tensorstore for the store of all keys below this path."""
         scheme, _, rest = self.url.partition("://")
         place, _, members = rest.partition("?")
         bucket, _, path = place.strip("/").partition("/")

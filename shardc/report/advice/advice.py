@@ -29,7 +29,7 @@ _WORDS: Final[Mapping[Reason, Callable[[Asked, Sequence[TimePiece]], Words]]] = 
 
 @dataclass(frozen=True)
 class Advice:
-    """What a report says of the costs of a plan.
+    """The largest costs of a plan, for a report.
 
     Attributes:
       title: a heading.

@@ -51,7 +51,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Words:
-    """What a report says of a cost: what takes the time, why, and what would change it."""
+    """The words of a cost: what takes the time, why, and what would change it."""
 
     what: str
     why: str

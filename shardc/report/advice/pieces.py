@@ -51,7 +51,7 @@ class UnevenCut:
 
 @dataclass(frozen=True, slots=True)
 class TimePiece:
-    """What an operation, or a boxing, adds to a call.
+    """The part of a call that an operation, or a boxing, adds.
 
     Attributes:
       reason: why it takes time.
