@@ -115,6 +115,7 @@ def check_islands(directory, steps, kills):
     np.testing.assert_array_equal(got["stages"], stages)
 
 
+@pytest.mark.sampled(0)
 def test_two_runtimes_one_of_which_is_killed(tmp_path):
     check_islands(tmp_path, 16, [(5, 1, 0)])
 

@@ -67,7 +67,7 @@ def assert_close(got, want, rtol=1e-5, atol=1e-6):
     jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=rtol, atol=atol), got, want)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("module", some_slow(ZOO), ids=name_of)
 def test_loss_falls(module):
     (state, step), losses = start_and_step(module), []
@@ -97,7 +97,7 @@ def test_resnet_step_moves_every_batch_statistic():
     assert not any(jax.tree.leaves(same)), same
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("module", some_slow(SCANNED), ids=name_of)
 @pytest.mark.parametrize(
     "changes", [{"scan_layers": True}, {"remat": True}, {"scan_layers": True, "remat": True}], ids=str

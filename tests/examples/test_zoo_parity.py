@@ -78,7 +78,7 @@ def check(case, plan, accumulate=lambda fn: fn):
     assert_close(tuple(state), want)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", CASES, ids=" ".join)
 def test_a_step_equals_that_of_one_device(case, request):
     if case not in AS_USERS:

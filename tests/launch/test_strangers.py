@@ -199,7 +199,7 @@ class Strangers:
             sock.close()
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("seed", range(4))
 def test_a_run_does_not_notice_strangers(tmp_path, seed):
     path, secret, logs = script(tmp_path, STEPS, head=""), tmp_path / "secret", tmp_path / "logs"

@@ -19,6 +19,7 @@ def test_flows_in_three_processes():
     run(names, processes=3, module="tests.processes.flows")
 
 
+@pytest.mark.sampled(0)
 def test_a_mesh_of_two_processes_of_one_runtime():
     run([*CASES, "what_stays_in_each_process", "random-0-8"], islands=1, devices=4, module="tests.processes.wide_flows")
 

@@ -105,7 +105,8 @@ def test_hosts_that_cannot_take_part_are_named_at_once(tmp_path):
 # -- hosts that are lost
 
 
-@pytest.mark.parametrize("seconds", [8.0, pytest.param(20.0, marks=pytest.mark.sampled(0))])
+@pytest.mark.sampled(0)
+@pytest.mark.parametrize("seconds", [8.0, 20.0])
 def test_a_run_waits_for_a_host_that_the_network_has_lost(tmp_path, losses, seconds):
     with hosts(2, tmp_path) as h:
         run = start(h, "--silence", 3, "--restarts", 1)

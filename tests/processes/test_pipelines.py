@@ -65,12 +65,12 @@ IN_TWO = [
 
 
 def test_two_processes_give_what_one_device_gives():
-    run([*IN_TWO[:-1:2], *cheapest(1), IN_TWO[-1]])
+    run([*IN_TWO[:-1:4], *cheapest(1), IN_TWO[-1]])
 
 
 @pytest.mark.sampled(0)
 def test_more_of_two_processes():
-    run([*IN_TWO[1::2], *cheapest(2)[1:]])
+    run([*(name for i, name in enumerate(IN_TWO[:-1]) if i % 4), *cheapest(2)[1:]])
 
 
 @pytest.mark.sampled(0)

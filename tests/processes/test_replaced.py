@@ -10,7 +10,7 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("name", CASES)
 def test_a_lost_worker_is_replaced_while_the_others_go_on(name):
     run([name], processes=4, devices=1, words=("--restarts", "3"), module="tests.processes.replaced")

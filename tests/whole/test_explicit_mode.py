@@ -393,7 +393,7 @@ def call(given: Program, where: str, mesh: Mesh = EXPLICIT) -> Any:
 PLACED = pytest.mark.parametrize("where", ["placed", "pinned"])
 
 
-@pytest.mark.sampled(24)
+@pytest.mark.sampled(12)
 @PLACED
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_in_context(name, where):

@@ -51,6 +51,7 @@ def ends(process):
     return process.returncode, out, err
 
 
+@pytest.mark.sampled(0)
 def test_a_script_on_two_hosts(by_ssh, tmp_path):
     with by_ssh(script(tmp_path, SHOW), "--hosts", "far,near", "--islands", 2, arguments=["--lr", 1]) as run:
         assert ends(run) == (0, "['farblue', 'nearblue'] ['--lr', '1']\n", "")
@@ -101,6 +102,7 @@ def test_failures_and_logs(by_ssh, tmp_path):
     assert logged(tmp_path / "logs" / "process-1.log").startswith("x 1\n")
 
 
+@pytest.mark.sampled(0)
 def test_a_lost_process_is_started_again(by_ssh, tmp_path):
     path = script(tmp_path, RESTARTED.format(signal=9, rejoins=True))
     with by_ssh(path, "--hosts", "far,near", "--islands", 2, "--restarts", 1) as run:

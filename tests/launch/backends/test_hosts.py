@@ -68,6 +68,7 @@ def test_another_secret(tmp_path):
         assert ends(by_hand.host0)[0] == 2
 
 
+@pytest.mark.sampled(0)
 def test_ctrl_c_on_another_host_than_0(tmp_path):
     path = script(tmp_path, f"open(f'{tmp_path}/{{c.me}}', 'w').close()\ntime.sleep(1000)")
     with ByHand(path, "--processes", 4, "--islands", 4) as by_hand:

@@ -67,6 +67,7 @@ def test_the_same_script(tmp_path, kind):
     assert list((tmp_path / ".shardc").iterdir()) == []  # the secret is removed
 
 
+@pytest.mark.sampled(0)
 def test_a_lost_process_is_started_again_by_its_own_launcher(tmp_path):
     path = script(tmp_path, RESTARTED.format(signal=9, rejoins=True))
     logs = tmp_path / "logs"
@@ -133,6 +134,7 @@ def test_a_wrong_secret_is_refused_and_who_does_not_come_is_named(tmp_path):
     assert "dropped a connection of ('127.0.0.1', " in mine
 
 
+@pytest.mark.sampled(0)
 def test_ctrl_c_to_all_tasks(tmp_path):
     path = script(tmp_path, "open(f'{sys.argv[1]}/{c.me}', 'w').close()\ntime.sleep(1000)")
     with Tasks(slurm, tmp_path, path, arguments=[tmp_path]) as tasks:

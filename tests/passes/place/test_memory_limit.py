@@ -43,7 +43,7 @@ def test_against_trying_everything():
     """Random programs, a random limit between the least memory there is and that of the cheapest plan: what is found
     fits, is the cheapest that does, and is proved to be."""
     tried = 0
-    for seed in range(250):
+    for seed in range(120):
         rng = random.Random(seed)
         problem, mesh, steps = random_problem(rng)
         placer, backend = Placer(problem, mesh), backend_of(mesh.topology.backend)
@@ -65,7 +65,7 @@ def test_against_trying_everything():
         assert found.found.cost == pytest.approx(truth, rel=1e-9), where
         assert found.found.gap == 0, where
         tried += 1
-    assert tried >= 20
+    assert tried >= 10
 
 
 def test_nothing_changes_where_the_cheapest_fits():

@@ -205,6 +205,7 @@ def total(stats):
     return taken - stats.alias_size_in_bytes
 
 
+@pytest.mark.sampled(0)
 def test_what_fits_is_found(golden):
     """On one axis of chips that are not present: the plan that fits is as fast, and says what it recomputes."""
     step, state, batch = training(256)
