@@ -133,12 +133,13 @@ def _reshapes(
 
 
 def _by_boxing(mesh: MeshView, src: Placement, dst: Placement) -> Iterator[tuple[str, int]]:
-    """Each axis that changes what it splits, with the devices of a shorter one that does so too: a part of the longer
-    one can take its place."""
-    changed = [a for a in mesh.sizes if src[a] != dst[a] and any(isinstance(s, S) for s in (src[a], dst[a]))]
-    for axis in changed:
-        n = mesh.sizes[axis]
-        yield from ((axis, k) for a in changed if 1 < (k := mesh.sizes[a]) < n and n % k == 0)
+    """Each axis that gives or takes a split dimension, with the devices of a shorter one that takes or gives it: a part
+    of the longer one can take its place."""
+    for (axis, n), (other, k) in itertools.permutations(mesh.axes, 2):
+        shorter = 1 < k < n and n % k == 0 and src[axis] != dst[axis] and src[other] != dst[other]
+        ends = (src[axis], dst[other]), (src[other], dst[axis])
+        if shorter and any(isinstance(given, S) and given == taken for given, taken in ends):
+            yield axis, k
 
 
 def _by_reshape(

@@ -110,6 +110,11 @@ class Domains(ValueTables):
         self._computing = _computing_groups(problem, mesh)
         self.of = [self._domain(n) for n in problem.nodes]
 
+    def rings(self, n: Node) -> NDArray[np.bool_] | None:
+        """(choices, axes) whether a choice has a ring there; None if none has."""
+        found = self.of[n.number].options >= len(n.options)
+        return found if found.any() else None
+
     def _domain(self, n: Node) -> Domain:
         tables = tuple([None if v is None else self.table(v) for v in (*n.operands, *n.results)])
         said = (n.pin, far_end(n.eqn), id(n.fixed) if n.fixed is not None else None)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Final
@@ -46,6 +46,8 @@ MOST_WORK: Final = 2e10
 PATIENCE: Final = 3.0
 """Factor on this work while cost and bound are far from each other: there it finds a better plan
 (docs/design/solver.md, "What it costs")."""
+NEAR: Final = 2
+"""Steps between nodes that are near each other: a product, the hold of its operand, and who makes or reads that."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,6 +123,13 @@ class Tables:
         if self.offered is None:
             return [d.options for d in self.domains.of]
         return [d.options[f] for d, f in zip(self.domains.of, self.offered, strict=True)]
+
+    def around(self, nodes: Collection[int]) -> set[int]:
+        """The nodes with those that are `NEAR` by."""
+        found = set(nodes)
+        for _ in range(NEAR):
+            found |= {k for pair in self.pairwise if not found.isdisjoint(pair) for k in pair}
+        return found
 
     def among(self, offered: Sequence[Index]) -> Tables:
         """These tables restricted to `offered` choices per node, by number. Pairs in which both nodes have one choice
@@ -220,6 +229,26 @@ class Placer:
         if heavy and (share := self.mesh.topology.most_hidden):
             return max(sum(float(d.seconds.min()) for d in self.domains.of), bound * (1 - share / 2))
         return bound - max(0.0, cost - seconds)
+
+    def without_rings(self, found: Assignment) -> Iterator[Assignment]:
+        """Choices that have no rings, or none along one axis, where `found` has some: the best that are `NEAR` by. To
+        the search only the permutes of rings are hidden beside computing, to a plan gathers and reductions, too."""
+        domains, chosen = self.domains, found.values
+        rings = [domains.rings(n) for n in self.problem.nodes]
+        axes = {int(k) for r, c in zip(rings, chosen, strict=True) if r is not None for k in np.flatnonzero(r[c])}
+        banned = [[k] for k in sorted(axes)]
+        for some in [sorted(axes), *banned] if len(axes) > 1 else banned:
+            gone = [None if r is None else r[:, some].any(1) for r in rings]
+            near = self.tables.around(
+                [i for i, (g, c) in enumerate(zip(gone, chosen, strict=True)) if g is not None and g[c]]
+            )
+            offered = [
+                np.asarray([c]) if i not in near else np.arange(len(d.seconds)) if g is None else np.flatnonzero(~g)
+                for i, (d, g, c) in enumerate(zip(domains.of, gone, chosen, strict=True))
+            ]
+            values = self.tables.among(offered).minimize().values
+            cost = AssignmentCost(self.tables.unary, self.tables.pairwise).cost(values)
+            yield replace(found, values=values, cost=cost)
 
     def placed(self, found: Assignment) -> Placed:
         """The placements of choices; nodes that share a domain and a choice share them, too."""
