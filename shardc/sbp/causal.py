@@ -1,13 +1,17 @@
-"""Causal attention whose queries are split, by a kernel whose mask counts queries and keys from 0.
+"""Attention whose tokens are split, by a kernel whose mask counts queries and keys from 0.
 
-Without a window the first device would look at few keys and the last one at all. Each device cuts its block in two
+Under a causal mask the first device would look at few keys and the last one at all. Each device cuts its block in two
 halves, and they are dealt out in zigzag: of 2n halves the device number d gets d, an early one, and 2n-1-d, a late one.
-Keys are whole. Halves of queries meet halves of keys, whole but on the diagonal, as often on every device, and results
-are joined by the sums of their exponentials. The results go back to where their queries came from.
+Halves of queries meet halves of keys, whole but on the diagonal, as often on every device, and results are joined by
+the sums of their exponentials. The results go back to where their queries came from.
 
                 keys 0 1 2 3 4 5         n = 3, device 1
     queries 1        w c                 c: causal, w: whole
             4        w w w w c
+
+Keys are whole on every device, or go around a ring: they are dealt out as well, and while the halves that came from the
+device before are met, they go on to the next one. In the gradients the sums for these keys go with them, and then home.
+Without a mask blocks go around as they are.
 
 With a window each device reads the keys before its block as well, and in the gradients the queries after it.
 """
@@ -15,7 +19,8 @@ With a window each device reads the keys before its block as well, and in the gr
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from enum import Enum
 from typing import Any, TypeAlias
 
@@ -24,9 +29,12 @@ import numpy as np
 from jax import lax
 
 from shardc.sbp.piece import placed_at
-from shardc.sbp.signature import Aval, Operation, Passed, Setting, Site
+from shardc.sbp.placement import local_shape
+from shardc.sbp.signature import Operation, Passed, Setting, Site, bind_same
 
 Halves: TypeAlias = tuple[Any, Any]
+Meet: TypeAlias = Callable[[Any, Any, Sequence[Any]], tuple[Any, list[Any]]]
+"""`meet(state, side, keys)`: the state after the queries of a side have met some keys, and the gradients of these."""
 
 QUERY, KEY, VALUE, SUMS, RESULT, COTANGENT = 0, 1, 2, 10, 11, 12
 """Operands of attention, and those that its gradients have besides."""
@@ -35,6 +43,11 @@ QUERY, KEY, VALUE, SUMS, RESULT, COTANGENT = 0, 1, 2, 10, 11, 12
 def is_attention(primitive: str) -> bool:
     """Whether this is cuDNN's attention, or its gradients."""
     return primitive in ("dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper")
+
+
+def is_causal(op: Operation) -> bool:
+    """Whether no query looks at the keys after it."""
+    return "CAUSAL" in op.params["mask_type"].name or op.params["sliding_window_length"] is not None
 
 
 def tokens_of(op: Operation, port: int = QUERY) -> int:
@@ -58,67 +71,103 @@ def zigzag_routes(n: int) -> tuple[tuple[tuple[int, int], ...], ...]:
     )
 
 
-def zigzag_sends(setting: Setting) -> list[Aval]:
-    """The halves that each device sends: of operands with a row for each query, then of results."""
-    op, at = setting.op, tokens_of(setting.op)
-    gradients = len(op.operands) > COTANGENT
-    there = [QUERY, SUMS, RESULT, COTANGENT] if gradients else [QUERY]
-    found = [(setting.operand_shape(i), op.operands[i].dtype, tokens_of(op, i)) for i in there]
-    back = op.results[:1] if gradients else op.results
-    found += [(setting.result_shape(i), a.dtype, at if i == 0 else 2) for i, a in enumerate(back)]
-    n = math.prod(setting.sizes[a] for a in setting.operands[QUERY].axes_of(at))
-    moved = sum(map(_moves, zigzag_routes(n)))
-    return [Passed(_halved(shape, dim), dtype) for shape, dtype, dim in found for _ in range(moved)]
+def token_axes(setting: Setting) -> tuple[tuple[str, ...], bool]:
+    """The axes that split the queries, and whether the keys go around them."""
+    axes, keys = (setting.operands[i].axes_of(tokens_of(setting.op)) for i in (QUERY, KEY))
+    return axes, bool(axes and keys)
 
 
-def zigzag_held(setting: Setting) -> int:
-    """The bytes of the halves that were dealt out and of the results that go back."""
-    return sum(math.prod(a.shape) * np.dtype(a.dtype).itemsize for a in zigzag_sends(setting))
+def token_sends(setting: Setting) -> list[Passed]:
+    """What each device sends: pieces of operands that are dealt out or go around, then those of results."""
+    op, at, count = setting.op, tokens_of(setting.op), len(setting.op.operands)
+    axes, around = token_axes(setting)
+    n, gradients = math.prod(setting.sizes[a] for a in axes), len(setting.op.operands) > COTANGENT
+    routes = zigzag_routes(n) if is_causal(op) else ()
+
+    def dealt(port: int, dim: int) -> list[Passed]:
+        aval, placement = setting.port(port)
+        shape = list(local_shape(aval.shape, placement, setting.sizes))
+        shape[dim] //= 2
+        return [Passed(tuple(shape), aval.dtype)] * sum(map(_moves, routes))
+
+    rows = [QUERY, SUMS, RESULT, COTANGENT] if gradients else [QUERY]
+    found = [a for i in rows for a in dealt(i, tokens_of(op, i))]
+    if around:
+        found += [a for i in (KEY, VALUE) for a in dealt(i, at)]
+        found += [replace(a, beside=True) for a in key_pieces(setting)] * ((n - 1) * (1 + gradients))
+        found += key_pieces(setting) if gradients and n > 1 else []
+        found += [a for i in (1, 2) if gradients for a in dealt(count + i, at)]
+    found += dealt(count, at)
+    return found if gradients or len(op.results) == 1 else found + dealt(count + 1, 2)
+
+
+def key_pieces(setting: Setting) -> list[Passed]:
+    """The pieces of keys and values that go around, in halves."""
+    op, at, parts = setting.op, tokens_of(setting.op), 1 + is_causal(setting.op)
+    shapes = [list(setting.operand_shape(i)) for i in (KEY, VALUE)]
+    for shape in shapes:
+        shape[at] //= parts
+    return [Passed((parts, *shape), op.operands[i].dtype) for i, shape in zip((KEY, VALUE), shapes, strict=True)]
+
+
+def tokens_held(setting: Setting) -> int:
+    """The bytes of what was dealt out and of the results that go back, and of keys that go around: those that are met
+    and those that arrive."""
+    around = token_axes(setting)[1]
+    there = [a for a in token_sends(setting) if not a.beside] + (2 * key_pieces(setting) if around else [])
+    return sum(math.prod(a.shape) * np.dtype(a.dtype).itemsize for a in there)
 
 
 def _moves(route: Sequence[tuple[int, int]]) -> bool:
     return any(source != target for source, target in route)
 
 
-def _halved(shape: Sequence[int], dim: int) -> tuple[int, ...]:
-    return tuple(n // 2 if d == dim else n for d, n in enumerate(shape))
-
-
-def zigzag(site: Site, *operands: Any) -> Sequence[Any]:
-    """The local results of attention, or of its gradients."""
-    run = _Zigzag(site, operands)
+def over_tokens(site: Site, *operands: Any) -> Sequence[Any]:
+    """The local results of attention, or of its gradients, whose tokens are split."""
+    axes, around = token_axes(site)
+    if not axes or not (around or is_causal(site.op)):
+        return bind_same(site, *operands)
+    run = _Meetings(site, operands)
     return run.gradients() if len(operands) > COTANGENT else run.attention()
 
 
-class _Zigzag:
-    """The part of one device."""
+class _Meetings:
+    """The meetings of queries and keys on one device. Its queries, and keys that go around, are stacks of an early and
+    a late half, its sides; without a mask they are a stack of one."""
 
     def __init__(self, site: Site, operands: Sequence[Any]) -> None:
-        self.site, self.at = site, tokens_of(site.op)
-        self.axes = site.operands[QUERY].axes_of(self.at)
+        self.site, self.at, self.causal = site, tokens_of(site.op), is_causal(site.op)
+        self.axes, self.is_ring = token_axes(site)
         self.n = math.prod(site.sizes[a] for a in self.axes)
         self.me = site.linear_index(self.axes)
         self.operands, self.keys, self.others = operands, operands[KEY : VALUE + 1], operands[VALUE + 1 : SUMS]
         self.size = operands[QUERY].shape[self.at] // 2
 
-    # where halves are
+    # where pieces are
 
     def dealt(self, port: int) -> Any:
-        """The early and the late half of an operand that belong to this device, stacked."""
-        dim = tokens_of(self.site.op, port)
-        parts = jnp.split(self.operands[port], 2, dim)
+        """The pieces of an operand that belong to this device, stacked."""
+        if not self.causal:
+            return self.operands[port][None]
+        parts = jnp.split(self.operands[port], 2, tokens_of(self.site.op, port))
         return jnp.stack(
             self.turned([self.sent(x, route) for x, route in zip(parts, zigzag_routes(self.n), strict=True)])
         )
 
-    def returned(self, halves: Any, dim: int) -> Any:
+    def returned(self, stacked: Any, dim: int) -> Any:
         """The results for the block of this device."""
+        if not self.causal:
+            return stacked[0]
         routes = [[(t, s) for s, t in route] for route in zigzag_routes(self.n)]
-        parts = [self.sent(x, route) for x, route in zip(self.turned(halves), routes, strict=True)]
+        parts = [self.sent(x, route) for x, route in zip(self.turned(stacked), routes, strict=True)]
         return jnp.concatenate(parts, dim)
 
     def sent(self, x: Any, route: Sequence[tuple[int, int]]) -> Any:
         return self.site.wire.permute(x, self.axes, route) if _moves(route) else x
+
+    def passed(self, pieces: Sequence[Any]) -> list[Any]:
+        """The pieces of the device before this one."""
+        return [self.sent(x, [(k, (k + 1) % self.n) for k in range(self.n)]) for x in pieces]
 
     def turned(self, halves: Sequence[Any]) -> Halves:
         """From (even, odd) numbers to (early, late) halves, and back."""
@@ -130,15 +179,11 @@ class _Zigzag:
         """Half `number` of keys or of what has a row for each of them."""
         return lax.dynamic_slice_in_dim(x, number * self.size, self.size, self.at)
 
-    def own(self, x: Any) -> Any:
-        """The early and the late half of keys, stacked."""
-        return jnp.stack([self.part(x, self.me), self.part(x, 2 * self.n - 1 - self.me)])
-
-    def met(self, i: Any) -> tuple[Any, Any]:
-        """Meeting `i` of n-1: 0 if the early half is met with half `i`, else 1, and the half of keys that is met. The
-        late half has met all early ones."""
-        early = i < self.me
-        return jnp.where(early, 0, 1), jnp.where(early, i, self.n + i - self.me)
+    def own(self) -> list[Any]:
+        """The pieces of keys that belong to this device, stacked."""
+        if self.is_ring:
+            return [self.dealt(port) for port in (KEY, VALUE)]
+        return [jnp.stack([self.part(x, self.me), self.part(x, 2 * self.n - 1 - self.me)]) for x in self.keys]
 
     # kernels
 
@@ -154,22 +199,18 @@ class _Zigzag:
         return y.astype(np.float32), sums
 
     def attention(self) -> list[Any]:
-        queries = self.dealt(QUERY)
-        y, sums = _over_both(lambda q, *keys: self.attend(q, keys, True), queries, *map(self.own, self.keys))
-        first = [lax.slice_in_dim(x, 0, self.n * self.size, axis=self.at) for x in self.keys]
-        state = self.joined((y, sums), 1, self.attend(queries[1], first))
+        queries, keys = self.dealt(QUERY), self.own()
 
-        def step(state: tuple[Any, Any], i: Any) -> tuple[tuple[Any, Any], None]:
-            side, number = self.met(i)
-            found = self.attend(_at(queries, side), [self.part(x, number) for x in self.keys])
-            return self.joined(state, side, found), None
+        def meet(state: tuple[Any, Any], side: Any, keys: Sequence[Any]) -> tuple[tuple[Any, Any], list[Any]]:
+            return self.joined(state, side, self.attend(_at(queries, side), keys)), []
 
-        (y, sums), _ = lax.scan(step, state, np.arange(self.n - 1, dtype=np.int32))
+        y, sums = _over_all(lambda q, *keys: self.attend(q, keys, self.causal), queries, *keys)
+        (y, sums), _ = self.met(meet, (y, sums), keys, [])
         results = [self.returned(y.astype(queries.dtype), self.at)]
         return [*results, self.returned(sums, 2)] if len(self.site.op.results) > 1 else results
 
     def joined(self, state: tuple[Any, Any], side: Any, found: tuple[Any, Any]) -> tuple[Any, Any]:
-        """The state after one half of the queries, that of `side`, has met more keys."""
+        """The state after the queries of a side have met more keys."""
         y, sums = (_at(x, side) for x in state)
         total = jnp.logaddexp(sums, found[1])
         both = y * self.rows(jnp.exp(sums - total)) + found[0] * self.rows(jnp.exp(found[1] - total))
@@ -180,28 +221,66 @@ class _Zigzag:
         return (sums if self.at == 2 else sums.swapaxes(1, 2))[..., None]
 
     def gradients(self) -> list[Any]:
-        rows = [self.dealt(port) for port in (QUERY, SUMS, RESULT, COTANGENT)]
-        first = [lax.slice_in_dim(x, 0, self.n * self.size, axis=self.at) for x in self.keys]
-        dq, *own = _over_both(lambda *x: self.bind(x[:4], x[4:], True), *rows, *map(self.own, self.keys))
-        more, *found = self.bind([x[1] for x in rows], first, False)
-        rest = [
-            (0, x.shape[d] - y.shape[d], 0) if d == self.at else (0, 0, 0)
-            for x, y in zip(self.keys, found, strict=True)
-            for d in range(4)
-        ]
-        found = [lax.pad(y, jnp.zeros((), y.dtype), rest[:4]) for y in found]
+        rows, keys = [self.dealt(port) for port in (QUERY, SUMS, RESULT, COTANGENT)], self.own()
+
+        def meet(dq: Any, side: Any, keys: Sequence[Any]) -> tuple[Any, list[Any]]:
+            more, *part = self.bind([_at(x, side) for x in rows], keys, False)
+            return _with(dq, _at(dq, side) + more, side), part
+
+        dq, *own = _over_all(lambda *x: self.bind(x[:4], x[4:], self.causal), *rows, *keys)
+        dq, found = self.met(meet, dq.astype(np.float32), keys, own)
+        dq = self.returned(dq.astype(rows[0].dtype), self.at)
+        return [dq, *found]
+
+    # meetings of queries with the keys of others
+
+    def met(self, meet: Meet, state: Any, keys: Sequence[Any], own: Sequence[Any]) -> tuple[Any, list[Any]]:
+        """The state after all meetings, and the gradients of keys: `own` are those of the keys that belong here."""
+        return self.around(meet, state, keys, own) if self.is_ring else self.through(meet, state, own)
+
+    def around(self, meet: Meet, state: Any, keys: Sequence[Any], sums: Sequence[Any]) -> tuple[Any, list[Any]]:
+        """The keys of other devices arrive one after the other, and with them the sums of their gradients."""
+
+        def visited(state: Any, sums: Sequence[Any], keys: Sequence[Any], sides: Sequence[Halves]) -> Halves:
+            for mine, theirs in sides:
+                state, found = meet(state, mine, [_at(x, theirs) for x in keys])
+                sums = [_with(x, _at(x, theirs) + y.astype(np.float32), theirs) for x, y in zip(sums, found, strict=True)]
+            return state, sums
+
+        def sides(i: Any) -> list[Halves]:
+            """A late half meets all early ones. From a device before this one the early half meets its own kind as
+            well, else the late one does."""
+            same = jnp.where(i <= self.me, 0, 1)
+            return [(1, 0), (same, same)] if self.causal else [(0, 0)]
+
+        def step(carry: tuple[Any, Any, Any], i: Any) -> tuple[tuple[Any, Any, Any], None]:
+            state, sums, here = carry
+            sums, coming = self.passed(sums), self.passed(here)
+            return (*visited(state, sums, here, sides(i)), coming), None
+
+        if self.causal:
+            state, sums = visited(state, sums, keys, [(1, 0)])
+        if self.n > 1:
+            first = state, list(sums), self.passed(keys)
+            (state, sums, last), _ = lax.scan(step, first, np.arange(1, self.n - 1, dtype=np.int32))
+            state, sums = visited(state, self.passed(sums), last, sides(self.n - 1))
+        return state, [self.returned(x, self.at) for x in self.passed(sums)]
+
+    def through(self, meet: Meet, state: Any, own: Sequence[Any]) -> tuple[Any, list[Any]]:
+        """The keys are whole: the late half meets all early ones at once, the others one by one."""
+        state, found = meet(state, 1, [lax.slice_in_dim(x, 0, self.n * self.size, axis=self.at) for x in self.keys])
+        rest = [(0, self.n * self.size if d == self.at else 0, 0) for d in range(4)]
+        found = [lax.pad(y, jnp.zeros((), y.dtype), rest) for y in found]
         for side, number in enumerate((self.me, 2 * self.n - 1 - self.me)):
             found = self.added(found, [x[side] for x in own], number)
-        dq = dq.astype(np.float32)
-        state = _with(dq, dq[1] + more, 1), found
 
-        def step(state: tuple[Any, list[Any]], i: Any) -> tuple[tuple[Any, list[Any]], None]:
-            (dq, found), (side, number) = state, self.met(i)
-            more, *part = self.bind([_at(x, side) for x in rows], [self.part(x, number) for x in self.keys], False)
-            return (_with(dq, _at(dq, side) + more, side), self.added(found, part, number)), None
+        def step(carry: tuple[Any, Any], i: Any) -> tuple[tuple[Any, Any], None]:
+            (state, found), early = carry, i < self.me
+            side, number = jnp.where(early, 0, 1), jnp.where(early, i, self.n + i - self.me)
+            state, part = meet(state, side, [self.part(x, number) for x in self.keys])
+            return (state, self.added(found, part, number)), None
 
-        (dq, found), _ = lax.scan(step, state, np.arange(self.n - 1, dtype=np.int32))
-        return [self.returned(dq.astype(rows[0].dtype), self.at), *found]
+        return lax.scan(step, (state, found), np.arange(self.n - 1, dtype=np.int32))[0]
 
     def added(self, whole: Sequence[Any], parts: Sequence[Any], number: Any) -> list[Any]:
         """Gradients of all keys, with those of half `number` added. No half gets more than two."""
@@ -213,10 +292,10 @@ class _Zigzag:
         ]
 
 
-def _over_both(fn: Any, *stacked: Any) -> list[Any]:
-    """The results of `fn` for both halves in one batch, stacked."""
+def _over_all(fn: Any, *stacked: Any) -> list[Any]:
+    """The results of `fn` for all sides in one batch, stacked."""
     found = fn(*(x.reshape(-1, *x.shape[2:]) for x in stacked))
-    return [y.reshape(2, -1, *y.shape[1:]) for y in found]
+    return [y.reshape(len(stacked[0]), -1, *y.shape[1:]) for y in found]
 
 
 def _at(x: Any, side: Any) -> Any:

@@ -20,7 +20,7 @@ from jax import lax
 from numpy.typing import NDArray
 
 from shardc.machine.mesh import MeshView
-from shardc.sbp.cost import send_price
+from shardc.sbp.cost import HIDING, send_price
 from shardc.sbp.placement import block_sizes, extents, local_shape
 from shardc.sbp.ring import ring_of, run_ring
 from shardc.sbp.signature import OperandWindow, Passed, Ranges, Rule, Setting, Site, Turned, neutral_value
@@ -32,7 +32,8 @@ Positions: TypeAlias = NDArray[np.intp]
 class Sent:
     """One collective inside an operation: every device contributes an array of `shape`.
 
-    `operand` is the number of the operand whose window it brings; None: the pieces of a factor exchange arrays.
+    `operand` is the number of the operand whose window it brings; None: the pieces of a factor exchange arrays. `beside`
+    as in `Passed`.
     """
 
     kind: Literal["all_gather", "all_to_all", "permute"]
@@ -40,6 +41,7 @@ class Sent:
     shape: tuple[int, ...]
     dtype: Any
     operand: int | None = None
+    beside: bool = False
 
 
 _KINDS: Final[dict[type, Literal["all_to_all", "permute"]]] = {Turned: "all_to_all", Passed: "permute"}
@@ -268,9 +270,12 @@ def internal_steps(rule: Rule, setting: Setting) -> tuple[Sent, ...]:
     for factor, arrays in rule.exchanged.items():
         if factor in crossed:
             found += [
-                Sent(_KINDS.get(type(a), "all_gather"), crossed[factor], tuple(a.shape), a.dtype)
+                Sent(
+                    _KINDS.get(type(a), "all_gather"), crossed[factor], tuple(a.shape), a.dtype,
+                    beside=isinstance(a, Passed) and a.beside,
+                )
                 for a in arrays(setting)
-            ]
+            ]  # fmt: skip
     return tuple(found)
 
 
@@ -304,6 +309,17 @@ def sent_cost(sent: Sent, mesh: MeshView) -> SentCost:
     width = sent.dtype.itemsize if hasattr(sent.dtype, "itemsize") else np.dtype(sent.dtype).itemsize
     price = send_price(sent.kind, math.prod(sent.shape) * int(width), mesh, sent.axes)
     return SentCost(price.bytes, price.seconds)
+
+
+def hidden_seconds(sent: Iterable[Sent], computing: float, mesh: MeshView) -> float:
+    """Seconds of collectives inside an operation that overlap with its own computation: permutes around a ring of n
+    devices, beside all of its n steps but one."""
+    beside = [(s, len(list(same))) for s, same in itertools.groupby(sent) if s.beside]
+    if not beside:
+        return 0.0
+    steps = math.prod(mesh.sizes[a] for a in beside[0][0].axes)
+    moving = sum(times * sent_cost(s, mesh).seconds for s, times in beside)
+    return min(mesh.topology.overlap("ring"), 1 - HIDING) * min(moving, computing * (steps - 1) / steps)
 
 
 def run_piece(site: Site, rule: Rule, operands: Sequence[Any]) -> Sequence[Any]:

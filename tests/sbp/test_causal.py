@@ -33,7 +33,9 @@ def _quick(compiled_fast: None) -> Iterator[None]:
     yield
 
 
-def equations(tokens: int, heads: int, keys: int, layout: str = "BTNH", **options: Any) -> tuple[Equation, Equation]:
+def equations(
+    tokens: int, heads: int, keys: int, layout: str = "BTNH", causal: bool = True, **options: Any
+) -> tuple[Equation, Equation]:
     """The attention and its gradients. JAX traces neither of float32, though the primitives take it."""
     rng = np.random.default_rng(0)
 
@@ -41,7 +43,7 @@ def equations(tokens: int, heads: int, keys: int, layout: str = "BTNH", **option
         return (2, tokens, n, 8)
 
     def loss(*qkv: Any) -> Any:
-        return jax.nn.dot_product_attention(*qkv, is_causal=True, implementation="cudnn", **options).sum()
+        return jax.nn.dot_product_attention(*qkv, is_causal=causal, implementation="cudnn", **options).sum()
 
     half = [jnp.zeros(rows(n), jnp.float16) for n in (heads, keys, keys)]
     with traced():
@@ -69,10 +71,10 @@ def _equation(eqn: Any, inputs: tuple[np.ndarray, ...]) -> Equation:
     return Equation(Operation(eqn.primitive.name, operands, results, eqn.params), inputs, bind)
 
 
-def split(eqn: Equation, sizes: dict[str, int], *inputs: Any) -> list[Any]:
+def split(eqn: Equation, sizes: dict[str, int], around: bool, *inputs: Any) -> list[Any]:
     """The results of an equation whose tokens are split over the axes of a mesh of CPUs, put together again."""
     found = find_rule(eqn.op)
-    (tokens,) = (s for s in signatures(found, eqn.op) if s.split == "t")
+    (tokens,) = (s for s in signatures(found, eqn.op) if s.split == "t" and bool(s.around) == around)
     placed = placements_of(found, eqn.op, {a: (n, tokens) for a, n in sizes.items()})
     assert placed is not None
     operands, results = map(tuple, placed)
@@ -98,13 +100,15 @@ def split(eqn: Equation, sizes: dict[str, int], *inputs: Any) -> list[Any]:
     return [y[tuple(map(slice, a.shape))] for y, a in zip(made, eqn.op.results, strict=True)]
 
 
-def check(equations: tuple[Equation, Equation], scale: float = 1.0, **sizes: int) -> tuple[Any, ...]:
+def check(
+    equations: tuple[Equation, Equation], scale: float = 1.0, around: bool = False, **sizes: int
+) -> tuple[Any, ...]:
     """Holds split attention and its gradients against the whole; returns the results."""
     forward, backward = equations
 
     def run(*given: Any, whole: bool) -> tuple[Any, ...]:
         *qkv, dy = given
-        run = (lambda e, *xs: e.bind(*xs)) if whole else lambda e, *xs: split(e, sizes, *xs)
+        run = (lambda e, *xs: e.bind(*xs)) if whole else lambda e, *xs: split(e, sizes, around, *xs)
         shared = (*qkv, *forward.inputs[3:])
         result, sums = run(forward, *shared)
         return result, sums, *run(backward, *shared, sums, result, dy)
@@ -120,6 +124,12 @@ def check(equations: tuple[Equation, Equation], scale: float = 1.0, **sizes: int
 @pytest.mark.parametrize(("heads", "sizes"), [((4, 2), {"a": 3}), ((2, 1), {"a": 2, "b": 4})], ids=str)
 def test_halves_of_queries_meet_all_keys_before_them(heads: tuple[int, int], sizes: dict[str, int]) -> None:
     check(equations(48, *heads), **sizes)
+
+
+@pytest.mark.parametrize(("heads", "sizes"), [((4, 2), {"a": 3}), ((2, 1), {"a": 2, "b": 4})], ids=str)
+@pytest.mark.parametrize("causal", [True, False])
+def test_keys_go_around_the_devices(heads: tuple[int, int], sizes: dict[str, int], causal: bool) -> None:
+    check(equations(48, *heads, causal=causal), around=True, **sizes)
 
 
 @pytest.mark.parametrize("options", [{}, WINDOW], ids=str)
