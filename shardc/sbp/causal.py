@@ -9,9 +9,9 @@ the sums of their exponentials. The results go back to where their queries came 
     queries 1        w c                 c: causal, w: whole
             4        w w w w c
 
-Keys are whole on every device, or go around a ring: they are dealt out as well, and while the halves that came from the
-device before are met, they go on to the next one. In the gradients the sums for these keys go with them, and then home.
-Without a mask blocks go around as they are.
+Keys are whole on every device, or go around a ring: they are dealt out as well, half of the pieces come from either
+side, and while they are met, they go on to the next device. In the gradients the sums for these keys go with them, and
+then home. Without a mask blocks go around as they are.
 
 With a window each device reads the keys before its block as well, and in the gradients the queries after it.
 """
@@ -94,27 +94,32 @@ def token_sends(setting: Setting) -> list[Passed]:
     found = [a for i in rows for a in dealt(i, tokens_of(op, i))]
     if around:
         found += [a for i in (KEY, VALUE) for a in dealt(i, at)]
-        found += [replace(a, beside=True) for a in key_pieces(setting)] * ((n - 1) * (1 + gradients))
-        found += key_pieces(setting) if gradients and n > 1 else []
+        piece = key_piece(setting)
+        found += [replace(piece, beside=True)] * ((n - 1) * (1 + gradients))
+        found += [piece] * (gradients * sum(hops > 0 for hops in ways_of(n).values()))
         found += [a for i in (1, 2) if gradients for a in dealt(count + i, at)]
     found += dealt(count, at)
     return found if gradients or len(op.results) == 1 else found + dealt(count + 1, 2)
 
 
-def key_pieces(setting: Setting) -> list[Passed]:
-    """The pieces of keys and values that go around, in halves."""
-    op, at, parts = setting.op, tokens_of(setting.op), 1 + is_causal(setting.op)
-    shapes = [list(setting.operand_shape(i)) for i in (KEY, VALUE)]
-    for shape in shapes:
-        shape[at] //= parts
-    return [Passed((parts, *shape), op.operands[i].dtype) for i, shape in zip((KEY, VALUE), shapes, strict=True)]
+def ways_of(n: int) -> dict[int, int]:
+    """How many times pieces are passed on to the next device, and to the one before."""
+    return {1: n // 2, -1: (n - 1) // 2}
+
+
+def key_piece(setting: Setting) -> Passed:
+    """The piece of keys and values that goes around, in halves."""
+    parts, shape = 1 + is_causal(setting.op), list(setting.operand_shape(KEY))
+    shape[tokens_of(setting.op)] //= parts
+    return Passed((2, parts, *shape), setting.op.operands[KEY].dtype)
 
 
 def tokens_held(setting: Setting) -> int:
-    """The bytes of what was dealt out and of the results that go back, and of keys that go around: those that are met
-    and those that arrive."""
-    around = token_axes(setting)[1]
-    there = [a for a in token_sends(setting) if not a.beside] + (2 * key_pieces(setting) if around else [])
+    """The bytes of what was dealt out and of the results that go back, and of pieces that go around: for each way those
+    that are met and those that arrive."""
+    axes, around = token_axes(setting)
+    pieces = sum(min(hops, 2) for hops in ways_of(math.prod(setting.sizes[a] for a in axes)).values())
+    there = [a for a in token_sends(setting) if not a.beside] + [key_piece(setting)] * (around * pieces)
     return sum(math.prod(a.shape) * np.dtype(a.dtype).itemsize for a in there)
 
 
@@ -165,9 +170,9 @@ class _Meetings:
     def sent(self, x: Any, route: Sequence[tuple[int, int]]) -> Any:
         return self.site.wire.permute(x, self.axes, route) if _moves(route) else x
 
-    def passed(self, pieces: Sequence[Any]) -> list[Any]:
-        """The pieces of the device before this one."""
-        return [self.sent(x, [(k, (k + 1) % self.n) for k in range(self.n)]) for x in pieces]
+    def passed(self, x: Any, by: int) -> Any:
+        """The `x` of the device `by` places before this one; None stays."""
+        return None if x is None else self.sent(x, [(k, (k + by) % self.n) for k in range(self.n)])
 
     def turned(self, halves: Sequence[Any]) -> Halves:
         """From (even, odd) numbers to (early, late) halves, and back."""
@@ -238,33 +243,54 @@ class _Meetings:
         """The state after all meetings, and the gradients of keys: `own` are those of the keys that belong here."""
         return self.around(meet, state, keys, own) if self.is_ring else self.through(meet, state, own)
 
-    def around(self, meet: Meet, state: Any, keys: Sequence[Any], sums: Sequence[Any]) -> tuple[Any, list[Any]]:
-        """The keys of other devices arrive one after the other, and with them the sums of their gradients."""
-
-        def visited(state: Any, sums: Sequence[Any], keys: Sequence[Any], sides: Sequence[Halves]) -> Halves:
-            for mine, theirs in sides:
-                state, found = meet(state, mine, [_at(x, theirs) for x in keys])
-                sums = [_with(x, _at(x, theirs) + y.astype(np.float32), theirs) for x, y in zip(sums, found, strict=True)]
-            return state, sums
-
-        def sides(i: Any) -> list[Halves]:
-            """A late half meets all early ones. From a device before this one the early half meets its own kind as
-            well, else the late one does."""
-            same = jnp.where(i <= self.me, 0, 1)
-            return [(1, 0), (same, same)] if self.causal else [(0, 0)]
-
-        def step(carry: tuple[Any, Any, Any], i: Any) -> tuple[tuple[Any, Any, Any], None]:
-            state, sums, here = carry
-            sums, coming = self.passed(sums), self.passed(here)
-            return (*visited(state, sums, here, sides(i)), coming), None
-
+    def around(self, meet: Meet, state: Any, keys: Sequence[Any], own: Sequence[Any]) -> tuple[Any, list[Any]]:
+        """The keys of other devices arrive one after the other, and with them the sums of their gradients. What goes on
+        to the next device does not wait for the kernels of a step."""
+        hops = ways_of(self.n)
+        here, sums = jnp.stack(keys), jnp.stack(own) if own else None
         if self.causal:
-            state, sums = visited(state, sums, keys, [(1, 0)])
-        if self.n > 1:
-            first = state, list(sums), self.passed(keys)
-            (state, sums, last), _ = lax.scan(step, first, np.arange(1, self.n - 1, dtype=np.int32))
-            state, sums = visited(state, self.passed(sums), last, sides(self.n - 1))
-        return state, [self.returned(x, self.at) for x in self.passed(sums)]
+            state, sums = self.visited(meet, state, sums, here, [(1, 0)])
+
+        def step(by: int, i: Any, state: Any, sums: Any, here: Any, on: bool = True) -> tuple[Any, Any, Any]:
+            sums, coming = self.passed(sums, by), self.passed(here, by) if on else None
+            return *self.visited(meet, state, sums, here, self.sides(i * by)), coming
+
+        def both(carry: tuple[Any, Any], i: Any) -> tuple[tuple[Any, Any], None]:
+            state, held = carry
+            then: dict[int, tuple[Any, Any]] = {}
+            for by in held:
+                state, *then[by] = step(by, i, state, *held[by])
+            return (state, then), None
+
+        held = {1: [sums, self.passed(here, 1)]}
+        if hops[-1]:
+            held[-1] = [None if sums is None else jnp.zeros_like(sums), self.passed(here, -1)]
+        if hops[-1] > 1:
+            (state, held), _ = lax.scan(both, (state, held), np.arange(1, hops[-1], dtype=np.int32))
+        home: list[Any] = []
+        for by, (sums, here) in held.items():
+            for i in range(max(hops[-1], 1), hops[by] + 1):
+                state, sums, here = step(by, i, state, sums, here, i < hops[by])
+            home.append(self.passed(sums, -by * hops[by]))
+        if not own:
+            return state, []
+        total = sum(x.astype(np.float32) for x in home).astype(home[0].dtype)
+        return state, [self.returned(x, self.at) for x in total]
+
+    def visited(self, meet: Meet, state: Any, sums: Any, keys: Any, sides: Sequence[Halves]) -> tuple[Any, Any]:
+        """The state and the sums of gradients after sides of queries have met sides of `keys`, given in pairs."""
+        for mine, theirs in sides:
+            key, value = _at(keys, theirs, 1)
+            state, found = meet(state, mine, [key, value])
+            if found:
+                sums = _with(sums, _at(sums, theirs, 1) + jnp.stack(found).astype(np.float32), theirs, 1)
+        return state, sums
+
+    def sides(self, away: Any) -> list[Halves]:
+        """The sides that meet when the keys of the device `away` places before this one are here. The late half meets
+        all early ones. The early half meets those of the devices before, the late half the late ones of those after."""
+        same = jnp.where((self.me - away) % self.n < self.me, 0, 1)
+        return [(1, 0), (same, same)] if self.causal else [(0, 0)]
 
     def through(self, meet: Meet, state: Any, own: Sequence[Any]) -> tuple[Any, list[Any]]:
         """The keys are whole: the late half meets all early ones at once, the others one by one."""
@@ -298,12 +324,12 @@ def _over_all(fn: Any, *stacked: Any) -> list[Any]:
     return [y.reshape(len(stacked[0]), -1, *y.shape[1:]) for y in found]
 
 
-def _at(x: Any, side: Any) -> Any:
-    return lax.dynamic_index_in_dim(x, side, keepdims=False)
+def _at(x: Any, side: Any, dim: int = 0) -> Any:
+    return lax.dynamic_index_in_dim(x, side, dim, keepdims=False)
 
 
-def _with(x: Any, part: Any, side: Any) -> Any:
-    return lax.dynamic_update_index_in_dim(x, part.astype(x.dtype), side, 0)
+def _with(x: Any, part: Any, side: Any, dim: int = 0) -> Any:
+    return lax.dynamic_update_index_in_dim(x, part.astype(x.dtype), side, dim)
 
 
 # --- with a window

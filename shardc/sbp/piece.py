@@ -20,7 +20,7 @@ from jax import lax
 from numpy.typing import NDArray
 
 from shardc.machine.mesh import MeshView
-from shardc.sbp.cost import HIDING, send_price
+from shardc.sbp.cost import RingTime, send_price, steps_time
 from shardc.sbp.placement import block_sizes, extents, local_shape
 from shardc.sbp.ring import ring_of, run_ring
 from shardc.sbp.signature import OperandWindow, Passed, Ranges, Rule, Setting, Site, Turned, neutral_value
@@ -311,15 +311,19 @@ def sent_cost(sent: Sent, mesh: MeshView) -> SentCost:
     return SentCost(price.bytes, price.seconds)
 
 
-def hidden_seconds(sent: Iterable[Sent], computing: float, mesh: MeshView) -> float:
-    """Seconds of collectives inside an operation that overlap with its own computation: permutes around a ring of n
-    devices, beside all of its n steps but one."""
-    beside = [(s, len(list(same))) for s, same in itertools.groupby(sent) if s.beside]
+def sent_seconds(sent: Iterable[Sent], mesh: MeshView) -> float:
+    """Seconds of the collectives that an operation waits for."""
+    return sum(len(list(same)) * sent_cost(s, mesh).seconds for s, same in itertools.groupby(sent) if not s.beside)
+
+
+def around_time(sent: Iterable[Sent], computing: float, mesh: MeshView) -> RingTime | None:
+    """The time of an operation that computes for so many seconds while pieces go around; None if none do."""
+    beside = [s for s in sent if s.beside]
     if not beside:
-        return 0.0
-    steps = math.prod(mesh.sizes[a] for a in beside[0][0].axes)
-    moving = sum(times * sent_cost(s, mesh).seconds for s, times in beside)
-    return min(mesh.topology.overlap("ring"), 1 - HIDING) * min(moving, computing * (steps - 1) / steps)
+        return None
+    axes, bytes_ = beside[0].axes, sum(sent_cost(s, mesh).bytes for s in beside)
+    n = math.prod(mesh.sizes[a] for a in axes)
+    return RingTime(*map(float, steps_time(bytes_ / (n - 1), computing / n, mesh, axes)))
 
 
 def run_piece(site: Site, rule: Rule, operands: Sequence[Any]) -> Sequence[Any]:

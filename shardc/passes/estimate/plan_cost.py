@@ -55,7 +55,7 @@ from shardc.sbp.cost import (
     light_seconds,
     memory_seconds,
 )
-from shardc.sbp.piece import Sent, hidden_seconds, internal_steps, sent_cost
+from shardc.sbp.piece import Sent, around_time, internal_steps, sent_cost
 from shardc.sbp.placement import REPLICATED, AxisSizes, Placement
 from shardc.sbp.ring import Ring, ring_of, ring_price
 from shardc.sbp.signature import Rule, Setting, find_rule, gathered, has_rule, shared_by
@@ -570,12 +570,12 @@ class _CostWalk:
     def beside(self, price: _Price, rule: Rule, setting: Setting, computing: float) -> _Price:
         """The price of an operation's own collectives, some of which overlap with what it computes."""
         around = [s for s in internal_steps(rule, setting) if s.beside]
-        if not (hidden := hidden_seconds(around, computing, self.mesh)):
+        if (time := around_time(around, computing, self.mesh)) is None:
             return price
-        found = _inside(around, setting, self.mesh)
-        time = price.time + Time(overlapped=hidden, overlapped_rings=hidden)
-        listed = self.overlap(found.collectives, sum(found.seconds.values()), hidden)
-        return replace(price, time=time, added=(*price.added, -hidden), around=listed)
+        hidden = time.computing + time.moving - time.total
+        parts = Time(permute=time.moving, overlapped=hidden, overlapped_rings=hidden)
+        listed = self.overlap(_inside(around, setting, self.mesh).collectives, time.moving, hidden)
+        return replace(price, time=price.time + parts, added=(*price.added, time.moving - hidden), around=listed)
 
     def overlap(self, moves: Sequence[Collective], seconds: float, hidden: float) -> Overlap | None:
         """Pieces that go around, for `Plan.overlaps`; None if nothing of it is hidden."""
@@ -674,14 +674,15 @@ def _moves(eqn: Eqn, boxing: Boxing, mesh: MeshView) -> Moves:
 
 
 def _inside(sent: Sequence[Sent], setting: Setting, mesh: MeshView) -> Moves:
-    """The internal collectives of an operation, and the seconds of one execution."""
+    """The internal collectives of an operation, and the seconds of those that it waits for in one execution."""
     op, operands = setting.op, setting.operands
     found: list[Collective] = []
     seconds: dict[CollectiveKind, float] = {}
     for s, same in itertools.groupby(sent):
         cost, times = sent_cost(s, mesh), len(list(same))
         if cost.bytes:
-            seconds[s.kind] = seconds.get(s.kind, 0.0) + cost.seconds * times
+            if not s.beside:
+                seconds[s.kind] = seconds.get(s.kind, 0.0) + cost.seconds * times
             found.append(
                 Collective(
                     s.kind,

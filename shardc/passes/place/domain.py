@@ -25,7 +25,7 @@ from shardc.passes.place.rings import Rings, offer_rings
 from shardc.passes.place.value_tables import ValueTables
 from shardc.sbp.boxing import BoxingTable
 from shardc.sbp.cost import FEMTO, LIGHT, avoided_cost, element_seconds, heavy_seconds, memory_seconds
-from shardc.sbp.piece import hidden_seconds, internal_steps, sent_cost
+from shardc.sbp.piece import around_time, internal_steps, sent_seconds
 from shardc.sbp.placement import P, Placement, ReduceOp, S, is_even
 from shardc.sbp.signature import Setting
 from shardc.sbp.sub_axes import is_whole
@@ -294,10 +294,10 @@ class Domains(ValueTables):
                 for k, (t, r) in enumerate(zip(tables, rows, strict=True))
             )
             sent = internal_steps(n.rule, Setting(op, ports[:count], ports[count:], self.view.sizes))
-            for s, same in itertools.groupby(sent):
-                seconds = sent_cost(s, self.view).seconds + avoided_cost(s.kind, s.axes, self.view) / FEMTO
-                cost[i] += seconds * len(list(same))
-            cost[i] -= hidden_seconds(sent, computing[i], self.view)
+            avoided = sum(avoided_cost(s.kind, s.axes, self.view) for s in sent)
+            cost[i] = sent_seconds(sent, self.view) + avoided / FEMTO
+            if (time := around_time(sent, computing[i], self.view)) is not None:
+                cost[i] += time.total - time.computing
         return cost
 
     def literal(self, n: Node, port: int, options: NDArray[np.int64], number: int) -> Placement:
