@@ -74,7 +74,7 @@ def zigzag_routes(n: int) -> tuple[tuple[tuple[int, int], ...], ...]:
 def token_axes(setting: Setting) -> tuple[tuple[str, ...], bool]:
     """The axes that split the queries, and whether the keys go around them."""
     axes, keys = (setting.operands[i].axes_of(tokens_of(setting.op)) for i in (QUERY, KEY))
-    return axes, bool(axes and keys)
+    return axes, bool(axes) and axes == keys
 
 
 def token_sends(setting: Setting) -> list[Passed]:
@@ -279,7 +279,9 @@ class _Meetings:
 
     def visited(self, meet: Meet, state: Any, sums: Any, keys: Any, sides: Sequence[Halves]) -> tuple[Any, Any]:
         """The state and the sums of gradients after sides of queries have met sides of `keys`, given in pairs."""
-        for mine, theirs in sides:
+        for pair in sides:
+            # The barrier keeps XLA from cutting out the sides of all meetings at once.
+            state, (mine, theirs) = lax.optimization_barrier((state, tuple(map(jnp.int32, pair))))
             key, value = _at(keys, theirs, 1)
             state, found = meet(state, mine, [key, value])
             if found:
