@@ -19,7 +19,7 @@ With a window each device reads the keys before its block as well, and in the gr
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from enum import Enum
 from typing import Any, TypeAlias
@@ -32,9 +32,7 @@ from shardc.sbp.piece import placed_at
 from shardc.sbp.placement import local_shape
 from shardc.sbp.signature import Operation, Passed, Setting, Site, bind_same
 
-Halves: TypeAlias = tuple[Any, Any]
-Meet: TypeAlias = Callable[[Any, Any, Sequence[Any]], tuple[Any, list[Any]]]
-"""`meet(state, side, keys)`: the state after the queries of a side have met some keys, and the gradients of these."""
+State: TypeAlias = list[Any]
 
 QUERY, KEY, VALUE, SUMS, RESULT, COTANGENT = 0, 1, 2, 10, 11, 12
 """Operands of attention, and those that its gradients have besides."""
@@ -53,6 +51,11 @@ def is_causal(op: Operation) -> bool:
 def tokens_of(op: Operation, port: int = QUERY) -> int:
     """The dimension of tokens of an operand; sums are [sequence, head, token]."""
     return 2 if port == SUMS or op.params["layout"] else 1
+
+
+def rows_of(op: Operation) -> list[int]:
+    """The operands that have a row for each query, besides a bias."""
+    return [QUERY, SUMS, RESULT, COTANGENT] if len(op.operands) > COTANGENT else [QUERY]
 
 
 # --- without a window
@@ -90,8 +93,7 @@ def token_sends(setting: Setting) -> list[Passed]:
         shape[dim] //= 2
         return [Passed(tuple(shape), aval.dtype)] * sum(map(_moves, routes))
 
-    rows = [QUERY, SUMS, RESULT, COTANGENT] if gradients else [QUERY]
-    found = [a for i in rows for a in dealt(i, tokens_of(op, i))]
+    found = [a for i in rows_of(op) for a in dealt(i, tokens_of(op, i))]
     if around:
         found += [a for i in (KEY, VALUE) for a in dealt(i, at)]
         piece = key_piece(setting)
@@ -130,15 +132,12 @@ def _moves(route: Sequence[tuple[int, int]]) -> bool:
 def over_tokens(site: Site, *operands: Any) -> Sequence[Any]:
     """The local results of attention, or of its gradients, whose tokens are split."""
     axes, around = token_axes(site)
-    if not axes or not (around or is_causal(site.op)):
-        return bind_same(site, *operands)
-    run = _Meetings(site, operands)
-    return run.gradients() if len(operands) > COTANGENT else run.attention()
+    return _Meetings(site, operands).run() if around or axes and is_causal(site.op) else bind_same(site, *operands)
 
 
 class _Meetings:
-    """The meetings of queries and keys on one device. Its queries, and keys that go around, are stacks of an early and
-    a late half, its sides; without a mask they are a stack of one."""
+    """The meetings of queries and keys on one device. What has a row for each query is a stack of an early and a late
+    half, its sides, and so are keys that go around. Without a mask it is a stack of one."""
 
     def __init__(self, site: Site, operands: Sequence[Any]) -> None:
         self.site, self.at, self.causal = site, tokens_of(site.op), is_causal(site.op)
@@ -147,11 +146,22 @@ class _Meetings:
         self.me = site.linear_index(self.axes)
         self.operands, self.keys, self.others = operands, operands[KEY : VALUE + 1], operands[VALUE + 1 : SUMS]
         self.size = operands[QUERY].shape[self.at] // 2
+        self.rows = [self.dealt(port) for port in rows_of(site.op)]
+
+    def run(self) -> list[Any]:
+        """The results. A state is what the queries have so far, in float32: the result and the logarithms of the sums
+        of exponentials, or their gradient."""
+        keys = [self.dealt(i) for i in (KEY, VALUE)] if self.is_ring else [self.halves(x) for x in self.keys]
+        found = self.met(*([x.reshape(-1, *x.shape[2:]) for x in some] for some in (self.rows, keys)), self.causal)
+        state, own = ([y.reshape(len(keys[0]), -1, *y.shape[1:]) for y in some] for some in found)
+        state, more = self.around(state, keys, own) if self.is_ring else self.through(state, own)
+        pairs = zip(state, self.site.op.results, strict=False)
+        return [*(self.returned(y.astype(a.dtype), 2 if i else self.at) for i, (y, a) in enumerate(pairs)), *more]
 
     # where pieces are
 
     def dealt(self, port: int) -> Any:
-        """The pieces of an operand that belong to this device, stacked."""
+        """The sides of an operand that belong to this device."""
         if not self.causal:
             return self.operands[port][None]
         parts = jnp.split(self.operands[port], 2, tokens_of(self.site.op, port))
@@ -159,12 +169,12 @@ class _Meetings:
             self.turned([self.sent(x, route) for x, route in zip(parts, zigzag_routes(self.n), strict=True)])
         )
 
-    def returned(self, stacked: Any, dim: int) -> Any:
+    def returned(self, sides: Any, dim: int) -> Any:
         """The results for the block of this device."""
         if not self.causal:
-            return stacked[0]
+            return sides[0]
         routes = [[(t, s) for s, t in route] for route in zigzag_routes(self.n)]
-        parts = [self.sent(x, route) for x, route in zip(self.turned(stacked), routes, strict=True)]
+        parts = [self.sent(x, route) for x, route in zip(self.turned(sides), routes, strict=True)]
         return jnp.concatenate(parts, dim)
 
     def sent(self, x: Any, route: Sequence[tuple[int, int]]) -> Any:
@@ -174,156 +184,122 @@ class _Meetings:
         """The `x` of the device `by` places before this one; None stays."""
         return None if x is None else self.sent(x, [(k, (k + by) % self.n) for k in range(self.n)])
 
-    def turned(self, halves: Sequence[Any]) -> Halves:
+    def turned(self, halves: Sequence[Any]) -> tuple[Any, Any]:
         """From (even, odd) numbers to (early, late) halves, and back."""
         first, second = halves
         even = self.me % 2 == 0
         return jnp.where(even, first, second), jnp.where(even, second, first)
 
     def part(self, x: Any, number: Any) -> Any:
-        """Half `number` of keys or of what has a row for each of them."""
+        """Half `number` of whole keys, or of what has a row for each of them."""
         return lax.dynamic_slice_in_dim(x, number * self.size, self.size, self.at)
 
-    def own(self) -> list[Any]:
-        """The pieces of keys that belong to this device, stacked."""
-        if self.is_ring:
-            return [self.dealt(port) for port in (KEY, VALUE)]
-        return [jnp.stack([self.part(x, self.me), self.part(x, 2 * self.n - 1 - self.me)]) for x in self.keys]
+    def halves(self, x: Any) -> Any:
+        """The early and the late half of whole keys that belong to this device."""
+        return jnp.stack([self.part(x, self.me), self.part(x, 2 * self.n - 1 - self.me)])
 
-    # kernels
+    # meetings
 
-    def bind(self, rows: Sequence[Any], keys: Sequence[Any], causal: bool, **params: Any) -> list[Any]:
+    def met(self, rows: Sequence[Any], keys: Sequence[Any], causal: bool = False) -> tuple[State, list[Any]]:
+        """The state of queries that have met these keys alone, and the gradients of the keys."""
+        params: dict[str, Any] = {} if len(rows) > 1 else {"is_training": True}
         given: Enum = self.site.op.params["mask_type"]
         mask = given if causal else type(given)["NO_MASK"]
-        query, *more = rows
-        return self.site.bind(query, *keys, *self.others, *more, mask_type=mask, **params)
+        y, *found = self.site.bind(rows[0], *keys, *self.others, *rows[1:], mask_type=mask, **params)
+        return ([y.astype(np.float32)], found) if len(rows) > 1 else ([y.astype(np.float32), *found], [])
 
-    def attend(self, q: Any, keys: Sequence[Any], causal: bool = False) -> tuple[Any, Any]:
-        """The result, wide, and the logarithms of the sums of exponentials."""
-        y, sums = self.bind([q], keys, causal, is_training=True)
-        return y.astype(np.float32), sums
+    def joined(self, one: State, other: State) -> State:
+        """The state of queries that have met the keys of both."""
+        if len(one) == 1:
+            return [one[0] + other[0]]
+        total = jnp.logaddexp(one[1], other[1])
+        shares = (jnp.exp(x[1] - total) for x in (one, other))
+        wide = [(s if self.at == 2 else s.swapaxes(1, 2))[..., None] for s in shares]
+        return [one[0] * wide[0] + other[0] * wide[1], total]
 
-    def attention(self) -> list[Any]:
-        queries, keys = self.dealt(QUERY), self.own()
+    def meet(self, state: State, side: Any, keys: Sequence[Any]) -> tuple[State, list[Any]]:
+        """The state after a side has met more keys, and the gradients of these."""
+        found, more = self.met([_at(x, side) for x in self.rows], keys)
+        return self.with_side(state, side, found), more
 
-        def meet(state: tuple[Any, Any], side: Any, keys: Sequence[Any]) -> tuple[tuple[Any, Any], list[Any]]:
-            return self.joined(state, side, self.attend(_at(queries, side), keys)), []
+    def with_side(self, state: State, side: Any, found: State) -> State:
+        both = self.joined([_at(x, side) for x in state], found)
+        return [_with(x, y, side) for x, y in zip(state, both, strict=True)]
 
-        y, sums = _over_all(lambda q, *keys: self.attend(q, keys, self.causal), queries, *keys)
-        (y, sums), _ = self.met(meet, (y, sums), keys, [])
-        results = [self.returned(y.astype(queries.dtype), self.at)]
-        return [*results, self.returned(sums, 2)] if len(self.site.op.results) > 1 else results
+    # keys that go around
 
-    def joined(self, state: tuple[Any, Any], side: Any, found: tuple[Any, Any]) -> tuple[Any, Any]:
-        """The state after the queries of a side have met more keys."""
-        y, sums = (_at(x, side) for x in state)
-        total = jnp.logaddexp(sums, found[1])
-        both = y * self.rows(jnp.exp(sums - total)) + found[0] * self.rows(jnp.exp(found[1] - total))
-        return _with(state[0], both, side), _with(state[1], total, side)
-
-    def rows(self, sums: Any) -> Any:
-        """[sequence, head, query] in the order of a query's dimensions."""
-        return (sums if self.at == 2 else sums.swapaxes(1, 2))[..., None]
-
-    def gradients(self) -> list[Any]:
-        rows, keys = [self.dealt(port) for port in (QUERY, SUMS, RESULT, COTANGENT)], self.own()
-
-        def meet(dq: Any, side: Any, keys: Sequence[Any]) -> tuple[Any, list[Any]]:
-            more, *part = self.bind([_at(x, side) for x in rows], keys, False)
-            return _with(dq, _at(dq, side) + more, side), part
-
-        dq, *own = _over_all(lambda *x: self.bind(x[:4], x[4:], self.causal), *rows, *keys)
-        dq, found = self.met(meet, dq.astype(np.float32), keys, own)
-        dq = self.returned(dq.astype(rows[0].dtype), self.at)
-        return [dq, *found]
-
-    # meetings of queries with the keys of others
-
-    def met(self, meet: Meet, state: Any, keys: Sequence[Any], own: Sequence[Any]) -> tuple[Any, list[Any]]:
-        """The state after all meetings, and the gradients of keys: `own` are those of the keys that belong here."""
-        return self.around(meet, state, keys, own) if self.is_ring else self.through(meet, state, own)
-
-    def around(self, meet: Meet, state: Any, keys: Sequence[Any], own: Sequence[Any]) -> tuple[Any, list[Any]]:
+    def around(self, state: State, keys: Sequence[Any], own: Sequence[Any]) -> tuple[State, list[Any]]:
         """The keys of other devices arrive one after the other, and with them the sums of their gradients. What goes on
         to the next device does not wait for the kernels of a step."""
-        hops = ways_of(self.n)
-        here, sums = jnp.stack(keys), jnp.stack(own) if own else None
-        if self.causal:
-            state, sums = self.visited(meet, state, sums, here, [(1, 0)])
-
-        def step(by: int, i: Any, state: Any, sums: Any, here: Any, on: bool = True) -> tuple[Any, Any, Any]:
-            sums, coming = self.passed(sums, by), self.passed(here, by) if on else None
-            return *self.visited(meet, state, sums, here, self.sides(i * by)), coming
-
-        def both(carry: tuple[Any, Any], i: Any) -> tuple[tuple[Any, Any], None]:
-            state, held = carry
-            then: dict[int, tuple[Any, Any]] = {}
-            for by in held:
-                state, *then[by] = step(by, i, state, *held[by])
-            return (state, then), None
-
+        hops, here, sums = ways_of(self.n), jnp.stack(keys), jnp.stack(own) if own else None
+        late, found = self.met([x[1] for x in self.rows], list(here[:, 0])) if self.causal else ([], [])
+        sums = _added(sums, found, 0)
         held = {1: [sums, self.passed(here, 1)]}
         if hops[-1]:
             held[-1] = [None if sums is None else jnp.zeros_like(sums), self.passed(here, -1)]
+
+        def step(state: Any, i: Any, by: int, sums: Any, here: Any, on: bool = True) -> tuple[Any, list[Any]]:
+            sums, coming = self.passed(sums, by), self.passed(here, by) if on else None
+            state, sums = self.visited(*state, sums, here, i * by)
+            return state, [sums, coming]
+
+        def both(carry: tuple[Any, Any], i: Any) -> tuple[tuple[Any, Any], None]:
+            state, held = carry[0], dict[int, list[Any]]()
+            for by, pieces in carry[1].items():
+                state, held[by] = step(state, i, by, *pieces)
+            return (state, held), None
+
+        found = state, late
         if hops[-1] > 1:
-            (state, held), _ = lax.scan(both, (state, held), np.arange(1, hops[-1], dtype=np.int32))
+            (found, held), _ = lax.scan(both, (found, held), np.arange(1, hops[-1], dtype=np.int32))
         home: list[Any] = []
-        for by, (sums, here) in held.items():
+        for by, pieces in held.items():
             for i in range(max(hops[-1], 1), hops[by] + 1):
-                state, sums, here = step(by, i, state, sums, here, i < hops[by])
-            home.append(self.passed(sums, -by * hops[by]))
-        if not own:
-            return state, []
-        total = sum(x.astype(np.float32) for x in home).astype(home[0].dtype)
+                found, pieces = step(found, i, by, *pieces, i < hops[by])
+            home.append(self.passed(pieces[0], -by * hops[by]))
+        state = self.with_side(found[0], 1, found[1]) if self.causal else found[0]
+        total = sum(x.astype(np.float32) for x in home).astype(keys[0].dtype) if own else ()
         return state, [self.returned(x, self.at) for x in total]
 
-    def visited(self, meet: Meet, state: Any, sums: Any, keys: Any, sides: Sequence[Halves]) -> tuple[Any, Any]:
-        """The state and the sums of gradients after sides of queries have met sides of `keys`, given in pairs."""
-        for pair in sides:
-            # The barrier keeps XLA from cutting out the sides of all meetings at once.
-            state, (mine, theirs) = lax.optimization_barrier((state, tuple(map(jnp.int32, pair))))
-            key, value = _at(keys, theirs, 1)
-            state, found = meet(state, mine, [key, value])
-            if found:
-                sums = _with(sums, _at(sums, theirs, 1) + jnp.stack(found).astype(np.float32), theirs, 1)
-        return state, sums
+    def visited(self, state: State, late: State, sums: Any, here: Any, away: Any) -> tuple[tuple[State, State], Any]:
+        """Both states, and the sums of gradients, after queries have met the keys of the device `away` places before
+        this one. The late half meets all early ones, and has a state of its own for them. Besides, the early half meets
+        the early ones of devices before this one, the late half the late ones of those after."""
+        side = jnp.where((self.me - away) % self.n < self.me, 0, len(self.rows[0]) - 1)
+        # Without a barrier XLA begins all meetings at once.
+        state, late, here, side = lax.optimization_barrier((state, late, here, side))
+        if self.causal:
+            found, more = self.met([x[1] for x in self.rows], list(here[:, 0]))
+            late, sums = self.joined(late, found), _added(sums, more, 0)
+        state, more = self.meet(state, side, list(_at(here, side, 1)))
+        return (state, late), _added(sums, more, side)
 
-    def sides(self, away: Any) -> list[Halves]:
-        """The sides that meet when the keys of the device `away` places before this one are here. The late half meets
-        all early ones. The early half meets those of the devices before, the late half the late ones of those after."""
-        same = jnp.where((self.me - away) % self.n < self.me, 0, 1)
-        return [(1, 0), (same, same)] if self.causal else [(0, 0)]
+    # keys that are whole
 
-    def through(self, meet: Meet, state: Any, own: Sequence[Any]) -> tuple[Any, list[Any]]:
-        """The keys are whole: the late half meets all early ones at once, the others one by one."""
-        state, found = meet(state, 1, [lax.slice_in_dim(x, 0, self.n * self.size, axis=self.at) for x in self.keys])
+    def through(self, state: State, own: Sequence[Any]) -> tuple[State, list[Any]]:
+        """The late half meets all early ones at once, the others meet one by one."""
+        state, found = self.meet(state, 1, [lax.slice_in_dim(x, 0, self.n * self.size, axis=self.at) for x in self.keys])
         rest = [(0, self.n * self.size if d == self.at else 0, 0) for d in range(4)]
         found = [lax.pad(y, jnp.zeros((), y.dtype), rest) for y in found]
         for side, number in enumerate((self.me, 2 * self.n - 1 - self.me)):
-            found = self.added(found, [x[side] for x in own], number)
+            found = self.with_part(found, [x[side] for x in own], number)
 
         def step(carry: tuple[Any, Any], i: Any) -> tuple[tuple[Any, Any], None]:
             (state, found), early = carry, i < self.me
             side, number = jnp.where(early, 0, 1), jnp.where(early, i, self.n + i - self.me)
-            state, part = meet(state, side, [self.part(x, number) for x in self.keys])
-            return (state, self.added(found, part, number)), None
+            state, more = self.meet(state, side, [self.part(x, number) for x in self.keys])
+            return (state, self.with_part(found, more, number)), None
 
         return lax.scan(step, (state, found), np.arange(self.n - 1, dtype=np.int32))[0]
 
-    def added(self, whole: Sequence[Any], parts: Sequence[Any], number: Any) -> list[Any]:
+    def with_part(self, whole: Sequence[Any], more: Sequence[Any], number: Any) -> list[Any]:
         """Gradients of all keys, with those of half `number` added. No half gets more than two."""
-        found = [self.part(x, number).astype(np.float32) + y for x, y in zip(whole, parts, strict=True)]
+        found = [self.part(x, number).astype(np.float32) + y for x, y in zip(whole, more, strict=True)]
         start = number * self.size
         return [
             lax.dynamic_update_slice_in_dim(x, y.astype(x.dtype), start, self.at)
             for x, y in zip(whole, found, strict=True)
         ]
-
-
-def _over_all(fn: Any, *stacked: Any) -> list[Any]:
-    """The results of `fn` for all sides in one batch, stacked."""
-    found = fn(*(x.reshape(-1, *x.shape[2:]) for x in stacked))
-    return [y.reshape(len(stacked[0]), -1, *y.shape[1:]) for y in found]
 
 
 def _at(x: Any, side: Any, dim: int = 0) -> Any:
@@ -332,6 +308,11 @@ def _at(x: Any, side: Any, dim: int = 0) -> Any:
 
 def _with(x: Any, part: Any, side: Any, dim: int = 0) -> Any:
     return lax.dynamic_update_index_in_dim(x, part.astype(x.dtype), side, dim)
+
+
+def _added(sums: Any, more: Sequence[Any], side: Any) -> Any:
+    """Sums of gradients with more of them; None if there are none."""
+    return _with(sums, _at(sums, side, 1) + jnp.stack(more).astype(np.float32), side, 1) if more else sums
 
 
 # --- with a window
