@@ -32,7 +32,8 @@ from shardc.sbp.piece import placed_at
 from shardc.sbp.placement import local_shape
 from shardc.sbp.signature import Operation, Passed, Setting, Site, bind_same
 
-State: TypeAlias = list[Any]
+State: TypeAlias = tuple[Any, ...]
+"""What queries have so far, in float32: the result and the logarithms of the sums of exponentials, or their gradient."""
 
 QUERY, KEY, VALUE, SUMS, RESULT, COTANGENT = 0, 1, 2, 10, 11, 12
 """Operands of attention, and those that its gradients have besides."""
@@ -136,8 +137,12 @@ def over_tokens(site: Site, *operands: Any) -> Sequence[Any]:
 
 
 class _Meetings:
-    """The meetings of queries and keys on one device. What has a row for each query is a stack of an early and a late
-    half, its sides, and so are keys that go around. Without a mask it is a stack of one."""
+    """The meetings of queries and keys on one device. Its queries, and keys that go around, have two sides, an early and
+    a late half, or without a mask one.
+
+    Attributes:
+      rows: for each side what has a row for each query.
+    """
 
     def __init__(self, site: Site, operands: Sequence[Any]) -> None:
         self.site, self.at, self.causal = site, tokens_of(site.op), is_causal(site.op)
@@ -146,36 +151,34 @@ class _Meetings:
         self.me = site.linear_index(self.axes)
         self.operands, self.keys, self.others = operands, operands[KEY : VALUE + 1], operands[VALUE + 1 : SUMS]
         self.size = operands[QUERY].shape[self.at] // 2
-        self.rows = [self.dealt(port) for port in rows_of(site.op)]
+        self.rows = list(zip(*(self.dealt(port) for port in rows_of(site.op)), strict=True))
 
     def run(self) -> list[Any]:
-        """The results. A state is what the queries have so far, in float32: the result and the logarithms of the sums
-        of exponentials, or their gradient."""
-        keys = [self.dealt(i) for i in (KEY, VALUE)] if self.is_ring else [self.halves(x) for x in self.keys]
-        found = self.met(*([x.reshape(-1, *x.shape[2:]) for x in some] for some in (self.rows, keys)), self.causal)
-        state, own = ([y.reshape(len(keys[0]), -1, *y.shape[1:]) for y in some] for some in found)
-        state, more = self.around(state, keys, own) if self.is_ring else self.through(state, own)
-        pairs = zip(state, self.site.op.results, strict=False)
-        return [*(self.returned(y.astype(a.dtype), 2 if i else self.at) for i, (y, a) in enumerate(pairs)), *more]
+        """The local results."""
+        own = [self.dealt(i) for i in (KEY, VALUE)] if self.is_ring else map(self.halves, self.keys)
+        keys = list(zip(*own, strict=True))
+        found = [self.met(rows, some, self.causal) for rows, some in zip(self.rows, keys, strict=True)]
+        states, more = [state for state, _ in found], [some for _, some in found]
+        states, more = self.around(states, keys, more) if self.is_ring else self.through(states, more)
+        pairs = zip(zip(*states, strict=True), self.site.op.results, strict=False)
+        made = [[x.astype(a.dtype) for x in sides] for sides, a in pairs]
+        return [*(self.returned(sides, 2 if i else self.at) for i, sides in enumerate(made)), *more]
 
     # where pieces are
 
-    def dealt(self, port: int) -> Any:
+    def dealt(self, port: int) -> Sequence[Any]:
         """The sides of an operand that belong to this device."""
         if not self.causal:
-            return self.operands[port][None]
+            return self.operands[port : port + 1]
         parts = jnp.split(self.operands[port], 2, tokens_of(self.site.op, port))
-        return jnp.stack(
-            self.turned([self.sent(x, route) for x, route in zip(parts, zigzag_routes(self.n), strict=True)])
-        )
+        return self.turned([self.sent(x, route) for x, route in zip(parts, zigzag_routes(self.n), strict=True)])
 
-    def returned(self, sides: Any, dim: int) -> Any:
+    def returned(self, sides: Sequence[Any], dim: int) -> Any:
         """The results for the block of this device."""
         if not self.causal:
             return sides[0]
         routes = [[(t, s) for s, t in route] for route in zigzag_routes(self.n)]
-        parts = [self.sent(x, route) for x, route in zip(self.turned(sides), routes, strict=True)]
-        return jnp.concatenate(parts, dim)
+        return jnp.concatenate([self.sent(x, r) for x, r in zip(self.turned(sides), routes, strict=True)], dim)
 
     def sent(self, x: Any, route: Sequence[tuple[int, int]]) -> Any:
         return self.site.wire.permute(x, self.axes, route) if _moves(route) else x
@@ -184,7 +187,7 @@ class _Meetings:
         """The `x` of the device `by` places before this one; None stays."""
         return None if x is None else self.sent(x, [(k, (k + by) % self.n) for k in range(self.n)])
 
-    def turned(self, halves: Sequence[Any]) -> tuple[Any, Any]:
+    def turned(self, halves: Sequence[Any]) -> Sequence[Any]:
         """From (even, odd) numbers to (early, late) halves, and back."""
         first, second = halves
         even = self.me % 2 == 0
@@ -194,103 +197,104 @@ class _Meetings:
         """Half `number` of whole keys, or of what has a row for each of them."""
         return lax.dynamic_slice_in_dim(x, number * self.size, self.size, self.at)
 
-    def halves(self, x: Any) -> Any:
+    def halves(self, x: Any) -> Sequence[Any]:
         """The early and the late half of whole keys that belong to this device."""
-        return jnp.stack([self.part(x, self.me), self.part(x, 2 * self.n - 1 - self.me)])
+        return self.part(x, self.me), self.part(x, 2 * self.n - 1 - self.me)
 
     # meetings
 
-    def met(self, rows: Sequence[Any], keys: Sequence[Any], causal: bool = False) -> tuple[State, list[Any]]:
+    def met(self, rows: Sequence[Any], keys: Sequence[Any], causal: bool = False) -> tuple[State, Sequence[Any]]:
         """The state of queries that have met these keys alone, and the gradients of the keys."""
         params: dict[str, Any] = {} if len(rows) > 1 else {"is_training": True}
         given: Enum = self.site.op.params["mask_type"]
         mask = given if causal else type(given)["NO_MASK"]
         y, *found = self.site.bind(rows[0], *keys, *self.others, *rows[1:], mask_type=mask, **params)
-        return ([y.astype(np.float32)], found) if len(rows) > 1 else ([y.astype(np.float32), *found], [])
+        return ((y.astype(np.float32),), found) if len(rows) > 1 else ((y.astype(np.float32), *found), ())
 
     def joined(self, one: State, other: State) -> State:
         """The state of queries that have met the keys of both."""
         if len(one) == 1:
-            return [one[0] + other[0]]
+            return (one[0] + other[0],)
         total = jnp.logaddexp(one[1], other[1])
-        shares = (jnp.exp(x[1] - total) for x in (one, other))
+        shares = [jnp.exp(x[1] - total) for x in (one, other)]
         wide = [(s if self.at == 2 else s.swapaxes(1, 2))[..., None] for s in shares]
-        return [one[0] * wide[0] + other[0] * wide[1], total]
+        return one[0] * wide[0] + other[0] * wide[1], total
 
-    def meet(self, state: State, side: Any, keys: Sequence[Any]) -> tuple[State, list[Any]]:
-        """The state after a side has met more keys, and the gradients of these."""
-        found, more = self.met([_at(x, side) for x in self.rows], keys)
-        return self.with_side(state, side, found), more
-
-    def with_side(self, state: State, side: Any, found: State) -> State:
-        both = self.joined([_at(x, side) for x in state], found)
-        return [_with(x, y, side) for x, y in zip(state, both, strict=True)]
+    def meet(self, states: Sequence[State], side: Any, keys: Sequence[Any]) -> tuple[list[State], Sequence[Any]]:
+        """The states after a side has met more keys, and the gradients of these."""
+        if isinstance(side, int):
+            found, more = self.met(self.rows[side], keys)
+            return [self.joined(x, found) if k == side else x for k, x in enumerate(states)], more
+        found, more = self.met([jnp.where(side == 0, *sides) for sides in zip(*self.rows, strict=True)], keys)
+        pairs = [(side == k, zip(self.joined(x, found), x, strict=True)) for k, x in enumerate(states)]
+        return [tuple(jnp.where(here, new, old) for new, old in both) for here, both in pairs], more
 
     # keys that go around
 
-    def around(self, state: State, keys: Sequence[Any], own: Sequence[Any]) -> tuple[State, list[Any]]:
+    def around(
+        self, states: list[State], keys: Sequence[Sequence[Any]], own: Sequence[Sequence[Any]]
+    ) -> tuple[list[State], list[Any]]:
         """The keys of other devices arrive one after the other, and with them the sums of their gradients. What goes on
         to the next device does not wait for the kernels of a step."""
-        hops, here, sums = ways_of(self.n), jnp.stack(keys), jnp.stack(own) if own else None
-        late, found = self.met([x[1] for x in self.rows], list(here[:, 0])) if self.causal else ([], [])
-        sums = _added(sums, found, 0)
+        hops, here, sums = ways_of(self.n), _stacked(keys), _stacked(own) if own[0] else None
+        if self.causal:
+            states, more = self.meet(states, 1, keys[0])
+            sums = _added(sums, more, 0)
+
+        def step(states: Any, i: Any, by: int, sums: Any, here: Any, on: bool = True) -> tuple[Any, list[Any]]:
+            sums, coming = self.passed(sums, by), self.passed(here, by) if on else None
+            states, sums = self.visited(states, sums, here, i * by)
+            return states, [sums, coming]
+
+        def both(carry: tuple[Any, Any], i: Any) -> tuple[tuple[Any, Any], None]:
+            states, held = carry[0], dict[int, list[Any]]()
+            for by, pieces in carry[1].items():
+                states, held[by] = step(states, i, by, *pieces)
+            return (states, held), None
+
         held = {1: [sums, self.passed(here, 1)]}
         if hops[-1]:
             held[-1] = [None if sums is None else jnp.zeros_like(sums), self.passed(here, -1)]
-
-        def step(state: Any, i: Any, by: int, sums: Any, here: Any, on: bool = True) -> tuple[Any, list[Any]]:
-            sums, coming = self.passed(sums, by), self.passed(here, by) if on else None
-            state, sums = self.visited(*state, sums, here, i * by)
-            return state, [sums, coming]
-
-        def both(carry: tuple[Any, Any], i: Any) -> tuple[tuple[Any, Any], None]:
-            state, held = carry[0], dict[int, list[Any]]()
-            for by, pieces in carry[1].items():
-                state, held[by] = step(state, i, by, *pieces)
-            return (state, held), None
-
-        found = state, late
         if hops[-1] > 1:
-            (found, held), _ = lax.scan(both, (found, held), np.arange(1, hops[-1], dtype=np.int32))
+            (states, held), _ = lax.scan(both, (states, held), np.arange(1, hops[-1], dtype=np.int32))
         home: list[Any] = []
         for by, pieces in held.items():
             for i in range(max(hops[-1], 1), hops[by] + 1):
-                found, pieces = step(found, i, by, *pieces, i < hops[by])
+                states, pieces = step(states, i, by, *pieces, i < hops[by])
             home.append(self.passed(pieces[0], -by * hops[by]))
-        state = self.with_side(found[0], 1, found[1]) if self.causal else found[0]
-        total = sum(x.astype(np.float32) for x in home).astype(keys[0].dtype) if own else ()
-        return state, [self.returned(x, self.at) for x in total]
+        total = sum(x.astype(np.float32) for x in home).astype(here.dtype) if own[0] else ()
+        return states, [self.returned(x, self.at) for x in total]
 
-    def visited(self, state: State, late: State, sums: Any, here: Any, away: Any) -> tuple[tuple[State, State], Any]:
-        """Both states, and the sums of gradients, after queries have met the keys of the device `away` places before
-        this one. The late half meets all early ones, and has a state of its own for them. Besides, the early half meets
-        the early ones of devices before this one, the late half the late ones of those after."""
-        side = jnp.where((self.me - away) % self.n < self.me, 0, len(self.rows[0]) - 1)
-        # Without a barrier XLA begins all meetings at once.
-        state, late, here, side = lax.optimization_barrier((state, late, here, side))
+    def visited(self, states: list[State], sums: Any, here: Any, away: Any) -> tuple[list[State], Any]:
+        """The states, and the sums of gradients, after queries have met the keys of the device `away` places before
+        this one: the late half all early ones, and besides the early half the early ones of devices before, the late
+        half the late ones of those after."""
+        states, here = lax.optimization_barrier((states, here))  # else XLA begins all meetings at once
+        side: Any = 0
         if self.causal:
-            found, more = self.met([x[1] for x in self.rows], list(here[:, 0]))
-            late, sums = self.joined(late, found), _added(sums, more, 0)
-        state, more = self.meet(state, side, list(_at(here, side, 1)))
-        return (state, late), _added(sums, more, side)
+            states, more = self.meet(states, 1, here[:, 0])
+            sums, side = _added(sums, more, 0), jnp.where((self.me - away) % self.n < self.me, 0, 1)
+        states, more = self.meet(states, side, lax.dynamic_index_in_dim(here, side, 1, keepdims=False))
+        return states, _added(sums, more, side)
 
     # keys that are whole
 
-    def through(self, state: State, own: Sequence[Any]) -> tuple[State, list[Any]]:
+    def through(self, states: list[State], own: Sequence[Sequence[Any]]) -> tuple[list[State], list[Any]]:
         """The late half meets all early ones at once, the others meet one by one."""
-        state, found = self.meet(state, 1, [lax.slice_in_dim(x, 0, self.n * self.size, axis=self.at) for x in self.keys])
+        early = [lax.slice_in_dim(x, 0, self.n * self.size, axis=self.at) for x in self.keys]
+        states, more = self.meet(states, 1, early)
         rest = [(0, self.n * self.size if d == self.at else 0, 0) for d in range(4)]
-        found = [lax.pad(y, jnp.zeros((), y.dtype), rest) for y in found]
+        found = [lax.pad(y, jnp.zeros((), y.dtype), rest) for y in more]
         for side, number in enumerate((self.me, 2 * self.n - 1 - self.me)):
-            found = self.with_part(found, [x[side] for x in own], number)
+            found = self.with_part(found, own[side], number)
 
         def step(carry: tuple[Any, Any], i: Any) -> tuple[tuple[Any, Any], None]:
-            (state, found), early = carry, i < self.me
-            side, number = jnp.where(early, 0, 1), jnp.where(early, i, self.n + i - self.me)
-            state, more = self.meet(state, side, [self.part(x, number) for x in self.keys])
-            return (state, self.with_part(found, more, number)), None
+            (states, found), is_early = carry, i < self.me
+            side, number = jnp.where(is_early, 0, 1), jnp.where(is_early, i, self.n + i - self.me)
+            states, more = self.meet(states, side, [self.part(x, number) for x in self.keys])
+            return (states, self.with_part(found, more, number)), None
 
-        return lax.scan(step, (state, found), np.arange(self.n - 1, dtype=np.int32))[0]
+        return lax.scan(step, (states, found), np.arange(self.n - 1, dtype=np.int32))[0]
 
     def with_part(self, whole: Sequence[Any], more: Sequence[Any], number: Any) -> list[Any]:
         """Gradients of all keys, with those of half `number` added. No half gets more than two."""
@@ -302,17 +306,17 @@ class _Meetings:
         ]
 
 
-def _at(x: Any, side: Any, dim: int = 0) -> Any:
-    return lax.dynamic_index_in_dim(x, side, dim, keepdims=False)
-
-
-def _with(x: Any, part: Any, side: Any, dim: int = 0) -> Any:
-    return lax.dynamic_update_index_in_dim(x, part.astype(x.dtype), side, dim)
+def _stacked(sides: Sequence[Sequence[Any]]) -> Any:
+    """Keys and values, or their gradients, in one array; the sides are its second dimension."""
+    return jnp.stack([jnp.stack(x) for x in zip(*sides, strict=True)])
 
 
 def _added(sums: Any, more: Sequence[Any], side: Any) -> Any:
-    """Sums of gradients with more of them; None if there are none."""
-    return _with(sums, _at(sums, side, 1) + jnp.stack(more).astype(np.float32), side, 1) if more else sums
+    """Sums of gradients with those of a side added; None if there are none."""
+    if sums is None:
+        return None
+    total = lax.dynamic_index_in_dim(sums, side, 1, keepdims=False) + jnp.stack(more).astype(np.float32)
+    return lax.dynamic_update_index_in_dim(sums, total.astype(sums.dtype), side, 1)
 
 
 # --- with a window
