@@ -269,11 +269,12 @@ class _Meetings:
         """The states, and the sums of gradients, after queries have met the keys of the device `away` places before
         this one: the late half all early ones, and besides the early half the early ones of devices before, the late
         half the late ones of those after."""
-        states, here = lax.optimization_barrier((states, here))  # else XLA begins all meetings at once
         side: Any = 0
         if self.causal:
+            side = jnp.where((self.me - away) % self.n < self.me, 0, 1)
+            states, here, side = lax.optimization_barrier((states, here, side))  # else XLA begins all meetings at once
             states, more = self.meet(states, 1, here[:, 0])
-            sums, side = _added(sums, more, 0), jnp.where((self.me - away) % self.n < self.me, 0, 1)
+            sums = _added(sums, more, 0)
         states, more = self.meet(states, side, lax.dynamic_index_in_dim(here, side, 1, keepdims=False))
         return states, _added(sums, more, side)
 
