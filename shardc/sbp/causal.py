@@ -19,7 +19,7 @@ With a window each device reads the keys before its block as well, and in the gr
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from enum import Enum
 from typing import Any, TypeAlias
@@ -86,44 +86,50 @@ def token_sends(setting: Setting) -> list[Passed]:
     op, at, count = setting.op, tokens_of(setting.op), len(setting.op.operands)
     axes, around = token_axes(setting)
     n, gradients = math.prod(setting.sizes[a] for a in axes), len(setting.op.operands) > COTANGENT
-    routes = zigzag_routes(n) if is_causal(op) else ()
-
-    def dealt(port: int, dim: int) -> list[Passed]:
-        aval, placement = setting.port(port)
-        shape = list(local_shape(aval.shape, placement, setting.sizes))
-        shape[dim] //= 2
-        return [Passed(tuple(shape), aval.dtype)] * sum(map(_moves, routes))
-
-    found = [a for i in rows_of(op) for a in dealt(i, tokens_of(op, i))]
+    halves = sum(map(_moves, zigzag_routes(n))) if is_causal(op) else 0
+    found = [_half(setting, i, tokens_of(op, i)) for i in rows_of(op) for _ in range(halves)]
     if around:
-        found += [a for i in (KEY, VALUE) for a in dealt(i, at)]
+        found += [_half(setting, i, at) for i in (KEY, VALUE) for _ in range(halves)]
         piece = key_piece(setting)
         found += [replace(piece, beside=True)] * ((n - 1) * (1 + gradients))
-        found += [piece] * (gradients * sum(hops > 0 for hops in ways_of(n).values()))
-        found += [a for i in (1, 2) if gradients for a in dealt(count + i, at)]
-    found += dealt(count, at)
-    return found if gradients or len(op.results) == 1 else found + dealt(count + 1, 2)
+        found += [piece] * (gradients * len(ways_of(n)))
+        found += [_half(setting, count + i, at) for i in (1, 2) if gradients for _ in range(halves)]
+    found += [_half(setting, count, at)] * halves
+    return found if gradients or len(op.results) == 1 else found + [_half(setting, count + 1, 2)] * halves
 
 
 def ways_of(n: int) -> dict[int, int]:
-    """How many times pieces are passed on to the next device, and to the one before."""
-    return {1: n // 2, -1: (n - 1) // 2}
+    """How many times pieces are passed on: to the next device, and to the one before.
+
+    Examples:
+      >>> ways_of(8), ways_of(2)
+      ({1: 4, -1: 3}, {1: 1})
+    """
+    return {by: hops for by, hops in ((1, n // 2), (-1, (n - 1) // 2)) if hops}
 
 
 def key_piece(setting: Setting) -> Passed:
-    """The piece of keys and values that goes around, in halves."""
-    parts, shape = 1 + is_causal(setting.op), list(setting.operand_shape(KEY))
-    shape[tokens_of(setting.op)] //= parts
-    return Passed((2, parts, *shape), setting.op.operands[KEY].dtype)
+    """The piece of keys and values that goes around."""
+    op, sides, at = setting.op, 1 + is_causal(setting.op), tokens_of(setting.op)
+    shape = (n // sides if d == at else n for d, n in enumerate(setting.operand_shape(KEY)))
+    return Passed((2, sides, *shape), op.operands[KEY].dtype)
 
 
 def tokens_held(setting: Setting) -> int:
-    """The bytes of what was dealt out and of the results that go back, and of pieces that go around: for each way those
-    that are met and those that arrive."""
-    axes, around = token_axes(setting)
-    pieces = sum(min(hops, 2) for hops in ways_of(math.prod(setting.sizes[a] for a in axes)).values())
-    there = [a for a in token_sends(setting) if not a.beside] + [key_piece(setting)] * (around * pieces)
+    """The bytes of what was dealt out and of the results that go back. If keys go around, also those of the pieces that
+    are met and that arrive each way, and of the rows that meet them."""
+    (axes, around), op = token_axes(setting), setting.op
+    there = [a for a in token_sends(setting) if not a.beside]
+    if around:
+        for hops in ways_of(math.prod(setting.sizes[a] for a in axes)).values():
+            there += [key_piece(setting)] * min(hops, 2) + [_half(setting, i, tokens_of(op, i)) for i in rows_of(op)]
     return sum(math.prod(a.shape) * np.dtype(a.dtype).itemsize for a in there)
+
+
+def _half(setting: Setting, port: int, dim: int) -> Passed:
+    aval, placement = setting.port(port)
+    shape = enumerate(local_shape(aval.shape, placement, setting.sizes))
+    return Passed(tuple(n // 2 if d == dim else n for d, n in shape), aval.dtype)
 
 
 def _moves(route: Sequence[tuple[int, int]]) -> bool:
@@ -240,39 +246,41 @@ class _Meetings:
         if self.causal:
             states, more = self.meet(states, 1, keys[0])
             sums = _added(sums, more, 0)
+        held = {by: (None if sums is None else jnp.zeros_like(sums), self.passed(here, by)) for by in hops}
+        held[1] = sums, held[1][1]
+        common = max(min(hops.values()), 1)
 
-        def step(states: Any, i: Any, by: int, sums: Any, here: Any, on: bool = True) -> tuple[Any, list[Any]]:
-            sums, coming = self.passed(sums, by), self.passed(here, by) if on else None
-            states, sums = self.visited(states, sums, here, i * by)
-            return states, [sums, coming]
+        def step(carry: tuple[Any, Any], i: Any, on: Collection[int] = hops) -> tuple[tuple[Any, Any], None]:
+            states, held = carry
+            coming = {by: self.passed(here, by) if by in on else None for by, (_, here) in held.items()}
+            there = {by: (here, self.side(i * by)) for by, (_, here) in held.items()}
+            if self.causal:
+                states, there = lax.optimization_barrier((states, there))  # else XLA begins all steps at once
+            then: dict[int, tuple[Any, Any]] = {}
+            for by, (sums, _) in held.items():
+                states, sums = self.visited(states, self.passed(sums, by), *there[by])
+                then[by] = sums, coming[by]
+            return (states, then), None
 
-        def both(carry: tuple[Any, Any], i: Any) -> tuple[tuple[Any, Any], None]:
-            states, held = carry[0], dict[int, list[Any]]()
-            for by, pieces in carry[1].items():
-                states, held[by] = step(states, i, by, *pieces)
-            return (states, held), None
-
-        held = {1: [sums, self.passed(here, 1)]}
-        if hops[-1]:
-            held[-1] = [None if sums is None else jnp.zeros_like(sums), self.passed(here, -1)]
-        if hops[-1] > 1:
-            (states, held), _ = lax.scan(both, (states, held), np.arange(1, hops[-1], dtype=np.int32))
-        home: list[Any] = []
-        for by, pieces in held.items():
-            for i in range(max(hops[-1], 1), hops[by] + 1):
-                states, pieces = step(states, i, by, *pieces, i < hops[by])
-            home.append(self.passed(pieces[0], -by * hops[by]))
+        if common > 1:
+            (states, held), _ = lax.scan(step, (states, held), np.arange(1, common, dtype=np.int32))
+        (states, held), _ = step((states, held), common, [by for by in hops if hops[by] > common])
+        if hops.get(1, 0) > common:
+            (states, last), _ = step((states, {1: held[1]}), hops[1], ())
+            held |= last
+        home = [self.passed(sums, -by * hops[by]) for by, (sums, _) in held.items()]
         total = sum(x.astype(np.float32) for x in home).astype(here.dtype) if own[0] else ()
         return states, [self.returned(x, self.at) for x in total]
 
-    def visited(self, states: list[State], sums: Any, here: Any, away: Any) -> tuple[list[State], Any]:
-        """The states, and the sums of gradients, after queries have met the keys of the device `away` places before
-        this one: the late half all early ones, and besides the early half the early ones of devices before, the late
-        half the late ones of those after."""
-        side: Any = 0
+    def side(self, away: int) -> Any:
+        """The side that meets its own kind of keys of the device `away` places before this one: the early half those of
+        devices before this one, the late half those of devices after."""
+        return jnp.where((self.me - away) % self.n < self.me, 0, 1) if self.causal else 0
+
+    def visited(self, states: list[State], sums: Any, here: Any, side: Any) -> tuple[list[State], Any]:
+        """The states, and the sums of gradients, after a side has met its own kind of the keys that are here, and the
+        late half all early ones."""
         if self.causal:
-            side = jnp.where((self.me - away) % self.n < self.me, 0, 1)
-            states, here, side = lax.optimization_barrier((states, here, side))  # else XLA begins all meetings at once
             states, more = self.meet(states, 1, here[:, 0])
             sums = _added(sums, more, 0)
         states, more = self.meet(states, side, lax.dynamic_index_in_dim(here, side, 1, keepdims=False))
