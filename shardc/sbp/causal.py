@@ -33,7 +33,7 @@ from shardc.sbp.placement import local_shape
 from shardc.sbp.signature import Operation, Passed, Setting, Site, bind_same
 
 State: TypeAlias = tuple[Any, ...]
-"""What queries have so far, in float32: the result and the logarithms of the sums of exponentials, or their gradient."""
+"""What queries have so far, in float32: the result and the logarithms of sums of exponentials, or their gradient."""
 
 QUERY, KEY, VALUE, SUMS, RESULT, COTANGENT = 0, 1, 2, 10, 11, 12
 """Operands of attention, and those that its gradients have besides."""
@@ -77,7 +77,8 @@ def zigzag_routes(n: int) -> tuple[tuple[tuple[int, int], ...], ...]:
 
 def token_axes(setting: Setting) -> tuple[tuple[str, ...], bool]:
     """The axes that split the queries, and whether the keys go around them."""
-    axes, keys = (setting.operands[i].axes_of(tokens_of(setting.op)) for i in (QUERY, KEY))
+    splits = (setting.operands[i].axes_of(tokens_of(setting.op)) for i in (QUERY, KEY))
+    axes, keys = (tuple(a for a in split if setting.sizes[a] > 1) for split in splits)
     return axes, bool(axes) and axes == keys
 
 
@@ -139,12 +140,12 @@ def _moves(route: Sequence[tuple[int, int]]) -> bool:
 def over_tokens(site: Site, *operands: Any) -> Sequence[Any]:
     """The local results of attention, or of its gradients, whose tokens are split."""
     axes, around = token_axes(site)
-    return _Meetings(site, operands).run() if around or axes and is_causal(site.op) else bind_same(site, *operands)
+    return _Meetings(site, operands).run() if around or (axes and is_causal(site.op)) else bind_same(site, *operands)
 
 
 class _Meetings:
-    """The meetings of queries and keys on one device. Its queries, and keys that go around, have two sides, an early and
-    a late half, or without a mask one.
+    """The meetings of queries and keys on one device. Its queries, and keys that go around, have two sides, an early
+    and a late half, or without a mask one.
 
     Attributes:
       rows: for each side what has a row for each query.
@@ -246,9 +247,9 @@ class _Meetings:
         if self.causal:
             states, more = self.meet(states, 1, keys[0])
             sums = _added(sums, more, 0)
-        held = {by: (None if sums is None else jnp.zeros_like(sums), self.passed(here, by)) for by in hops}
-        held[1] = sums, held[1][1]
-        common = max(min(hops.values()), 1)
+        none = None if sums is None else jnp.zeros_like(sums)
+        held = {by: (sums if by == 1 else none, self.passed(here, by)) for by in hops}
+        common = min(hops.values())
 
         def step(carry: tuple[Any, Any], i: Any, on: Collection[int] = hops) -> tuple[tuple[Any, Any], None]:
             states, held = carry
@@ -265,12 +266,12 @@ class _Meetings:
         if common > 1:
             (states, held), _ = lax.scan(step, (states, held), np.arange(1, common, dtype=np.int32))
         (states, held), _ = step((states, held), common, [by for by in hops if hops[by] > common])
-        if hops.get(1, 0) > common:
+        if hops[1] > common:
             (states, last), _ = step((states, {1: held[1]}), hops[1], ())
             held |= last
         home = [self.passed(sums, -by * hops[by]) for by, (sums, _) in held.items()]
-        total = sum(x.astype(np.float32) for x in home).astype(here.dtype) if own[0] else ()
-        return states, [self.returned(x, self.at) for x in total]
+        total = jnp.stack(home).sum(0, np.float32).astype(here.dtype) if own[0] else ()
+        return states, [self.returned(list(x), self.at) for x in total]
 
     def side(self, away: int) -> Any:
         """The side that meets its own kind of keys of the device `away` places before this one: the early half those of

@@ -32,8 +32,8 @@ Positions: TypeAlias = NDArray[np.intp]
 class Sent:
     """One collective inside an operation: every device contributes an array of `shape`.
 
-    `operand` is the number of the operand whose window it brings; None: the pieces of a factor exchange arrays. `beside`
-    as in `Passed`.
+    `operand` is the number of the operand whose window it brings; None: the pieces of a factor exchange arrays.
+    `beside` as in `Passed`.
     """
 
     kind: Literal["all_gather", "all_to_all", "permute"]

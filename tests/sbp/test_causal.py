@@ -33,9 +33,7 @@ def _quick(compiled_fast: None) -> Iterator[None]:
     yield
 
 
-def equations(
-    tokens: int, heads: int, keys: int, layout: str = "BTNH", causal: bool = True, **options: Any
-) -> tuple[Equation, Equation]:
+def equations(tokens: int, heads: int, keys: int, layout: str = "BTNH", **options: Any) -> tuple[Equation, Equation]:
     """The attention and its gradients. JAX traces neither of float32, though the primitives take it."""
     rng = np.random.default_rng(0)
 
@@ -43,7 +41,7 @@ def equations(
         return (2, tokens, n, 8)
 
     def loss(*qkv: Any) -> Any:
-        return jax.nn.dot_product_attention(*qkv, is_causal=causal, implementation="cudnn", **options).sum()
+        return jax.nn.dot_product_attention(*qkv, is_causal=True, implementation="cudnn", **options).sum()
 
     half = [jnp.zeros(rows(n), jnp.float16) for n in (heads, keys, keys)]
     with traced():
@@ -101,7 +99,7 @@ def split(eqn: Equation, sizes: dict[str, int], around: bool, *inputs: Any) -> l
 
 
 def check(
-    equations: tuple[Equation, Equation], scale: float = 1.0, around: bool = False, **sizes: int
+    equations: tuple[Equation, Equation], sizes: dict[str, int], scale: float = 1.0, around: bool = False
 ) -> tuple[Any, ...]:
     """Holds split attention and its gradients against the whole; returns the results."""
     forward, backward = equations
@@ -123,23 +121,22 @@ def check(
 
 @pytest.mark.parametrize(("heads", "sizes"), [((4, 2), {"a": 3}), ((2, 1), {"a": 2, "b": 4})], ids=str)
 def test_halves_of_queries_meet_all_keys_before_them(heads: tuple[int, int], sizes: dict[str, int]) -> None:
-    check(equations(48, *heads), **sizes)
+    check(equations(48, *heads), sizes)
 
 
-@pytest.mark.parametrize(("heads", "sizes"), [((4, 2), {"a": 3}), ((2, 1), {"a": 2, "b": 4})], ids=str)
-@pytest.mark.parametrize("causal", [True, False])
-def test_keys_go_around_the_devices(heads: tuple[int, int], sizes: dict[str, int], causal: bool) -> None:
-    check(equations(48, *heads, causal=causal), around=True, **sizes)
+def test_keys_go_around_the_devices() -> None:
+    """Six go three steps one way and two the other. With two and three, and without a mask: test_rules.py."""
+    check(equations(24, 4, 2), {"a": 2, "b": 3}, around=True)
 
 
 @pytest.mark.parametrize("options", [{}, WINDOW], ids=str)
 def test_heads_may_come_before_tokens(options: dict[str, Any]) -> None:
-    check(equations(12, 4, 2, "BNTH", **options), a=3)
+    check(equations(12, 4, 2, "BNTH", **options), {"a": 3})
 
 
 @pytest.mark.parametrize(("tokens", "sizes"), [(24, {"a": 2, "b": 4}), (14, {"a": 8}), (10, {"a": 4})], ids=str)
 def test_a_window_reads_the_keys_before_a_block_of_any_size(tokens: int, sizes: dict[str, int]) -> None:
-    check(equations(tokens, 4, 2, local_window_size=(4 if tokens > 10 else 30, 0)), **sizes)
+    check(equations(tokens, 4, 2, local_window_size=(4 if tokens > 10 else 30, 0)), sizes)
 
 
 def test_scores_far_below_zero_stay_finite() -> None:
@@ -147,7 +144,7 @@ def test_scores_far_below_zero_stay_finite() -> None:
     first = equations(12, 2, 1, **WINDOW)
     first[0].inputs[0][...] = np.abs(first[0].inputs[0])
     first[0].inputs[1][...] = np.abs(first[0].inputs[1])
-    result = check(first, -300.0, a=3)
+    result = check(first, {"a": 3}, -300.0)
     assert result[1].max() < -100 and all(bool(jnp.isfinite(x).all()) for x in result)
 
 

@@ -7,7 +7,6 @@ Equal nodes share one domain, so that the repeated layers of a model are priced 
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass

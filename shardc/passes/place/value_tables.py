@@ -15,7 +15,6 @@ from shardc.machine.mesh import MeshView
 from shardc.passes.place.problem import Problem, Value, digit_of
 from shardc.sbp.boxing import BoxingTable, all_placements, table_of_some
 from shardc.sbp.placement import ReduceOp
-from shardc.sbp.signature import Signature
 
 
 @lru_cache(maxsize=4096)

@@ -77,9 +77,7 @@ def _over_tokens(op: Operation, found: Rule) -> Rule:
     kind = _split_of(op)
     if kind in ("zigzag", "blocks"):
         split = "t" if kind == "zigzag" else "s"
-        return replace(
-            found, around={"s": "t"}, exchanged={split: token_sends}, across=over_tokens, held=tokens_held
-        )
+        return replace(found, around={"s": "t"}, exchanged={split: token_sends}, across=over_tokens, held=tokens_held)
     if kind == "window":
         gradients, reach = len(op.operands) > COTANGENT, reach_of(op)
         after = [QUERY, SUMS, RESULT, COTANGENT] if gradients else []
