@@ -7,7 +7,6 @@ sum over equations, so the search knows neither.
 
 from __future__ import annotations
 
-import itertools
 import math
 import operator
 from collections import Counter
@@ -678,8 +677,9 @@ def _inside(sent: Sequence[Sent], setting: Setting, mesh: MeshView) -> Moves:
     op, operands = setting.op, setting.operands
     found: list[Collective] = []
     seconds: dict[CollectiveKind, float] = {}
-    for s, same in itertools.groupby(sent):
-        cost, times = sent_cost(s, mesh), len(list(same))
+    around = Counter(s for s in sent if s.beside)
+    for s, times in (*((s, 1) for s in sent if not s.beside), *around.items()):
+        cost = sent_cost(s, mesh)
         if cost.bytes:
             if not s.beside:
                 seconds[s.kind] = seconds.get(s.kind, 0.0) + cost.seconds * times
