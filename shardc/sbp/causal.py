@@ -1,13 +1,17 @@
-"""Causal attention whose queries are split, by a kernel whose mask counts queries and keys from 0.
+"""Attention whose tokens are split, by a kernel whose mask counts queries and keys from 0.
 
-Without a window the first device would look at few keys and the last one at all. Each device cuts its block in two
+Under a causal mask the first device would look at few keys and the last one at all. Each device cuts its block in two
 halves, and they are dealt out in zigzag: of 2n halves the device number d gets d, an early one, and 2n-1-d, a late one.
-Keys are whole. Halves of queries meet halves of keys, whole but on the diagonal, as often on every device, and results
-are joined by the sums of their exponentials. The results go back to where their queries came from.
+Halves of queries meet halves of keys, whole but on the diagonal, as often on every device, and results are joined by
+the sums of their exponentials. The results go back to where their queries came from.
 
                 keys 0 1 2 3 4 5         n = 3, device 1
     queries 1        w c                 c: causal, w: whole
             4        w w w w c
+
+Keys are whole on every device, or go around a ring: they are dealt out as well, half of the pieces come from either
+side, and while they are met, they go on to the next device. In the gradients the sums for these keys go with them, and
+then home. Without a mask blocks go around as they are.
 
 With a window each device reads the keys before its block as well, and in the gradients the queries after it.
 """
@@ -15,7 +19,8 @@ With a window each device reads the keys before its block as well, and in the gr
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from enum import Enum
 from typing import Any, TypeAlias
 
@@ -24,9 +29,11 @@ import numpy as np
 from jax import lax
 
 from shardc.sbp.piece import placed_at
-from shardc.sbp.signature import Aval, Operation, Passed, Setting, Site
+from shardc.sbp.placement import local_shape
+from shardc.sbp.signature import Operation, Passed, Setting, Site, bind_same
 
-Halves: TypeAlias = tuple[Any, Any]
+State: TypeAlias = tuple[Any, ...]
+"""What queries have so far, in float32: the result and the logarithms of sums of exponentials, or their gradient."""
 
 QUERY, KEY, VALUE, SUMS, RESULT, COTANGENT = 0, 1, 2, 10, 11, 12
 """Operands of attention, and those that its gradients have besides."""
@@ -37,9 +44,19 @@ def is_attention(primitive: str) -> bool:
     return primitive in ("dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper")
 
 
+def is_causal(op: Operation) -> bool:
+    """Whether no query looks at the keys after it."""
+    return "CAUSAL" in op.params["mask_type"].name or op.params["sliding_window_length"] is not None
+
+
 def tokens_of(op: Operation, port: int = QUERY) -> int:
     """The dimension of tokens of an operand; sums are [sequence, head, token]."""
     return 2 if port == SUMS or op.params["layout"] else 1
+
+
+def rows_of(op: Operation) -> list[int]:
+    """The operands that have a row for each query, besides a bias."""
+    return [QUERY, SUMS, RESULT, COTANGENT] if len(op.operands) > COTANGENT else [QUERY]
 
 
 # --- without a window
@@ -58,154 +75,240 @@ def zigzag_routes(n: int) -> tuple[tuple[tuple[int, int], ...], ...]:
     )
 
 
-def zigzag_sends(setting: Setting) -> list[Aval]:
-    """The halves that each device sends: of operands with a row for each query, then of results."""
-    op, at = setting.op, tokens_of(setting.op)
-    gradients = len(op.operands) > COTANGENT
-    there = [QUERY, SUMS, RESULT, COTANGENT] if gradients else [QUERY]
-    found = [(setting.operand_shape(i), op.operands[i].dtype, tokens_of(op, i)) for i in there]
-    back = op.results[:1] if gradients else op.results
-    found += [(setting.result_shape(i), a.dtype, at if i == 0 else 2) for i, a in enumerate(back)]
-    n = math.prod(setting.sizes[a] for a in setting.operands[QUERY].axes_of(at))
-    moved = sum(map(_moves, zigzag_routes(n)))
-    return [Passed(_halved(shape, dim), dtype) for shape, dtype, dim in found for _ in range(moved)]
+def token_axes(setting: Setting) -> tuple[tuple[str, ...], bool]:
+    """The axes that split the queries, and whether the keys go around them."""
+    splits = (setting.operands[i].axes_of(tokens_of(setting.op)) for i in (QUERY, KEY))
+    axes, keys = (tuple(a for a in split if setting.sizes[a] > 1) for split in splits)
+    return axes, bool(axes) and axes == keys
 
 
-def zigzag_held(setting: Setting) -> int:
-    """The bytes of the halves that were dealt out and of the results that go back."""
-    return sum(math.prod(a.shape) * np.dtype(a.dtype).itemsize for a in zigzag_sends(setting))
+def token_sends(setting: Setting) -> list[Passed]:
+    """What each device sends: pieces of operands that are dealt out or go around, then those of results."""
+    op, at, count = setting.op, tokens_of(setting.op), len(setting.op.operands)
+    axes, around = token_axes(setting)
+    n, gradients = math.prod(setting.sizes[a] for a in axes), len(setting.op.operands) > COTANGENT
+    halves = sum(map(_moves, zigzag_routes(n))) if is_causal(op) else 0
+    found = [_half(setting, i, tokens_of(op, i)) for i in rows_of(op) for _ in range(halves)]
+    if around:
+        found += [_half(setting, i, at) for i in (KEY, VALUE) for _ in range(halves)]
+        piece = key_piece(setting)
+        found += [replace(piece, beside=True)] * ((n - 1) * (1 + gradients))
+        found += [piece] * (gradients * len(ways_of(n)))
+        found += [_half(setting, count + i, at) for i in (1, 2) if gradients for _ in range(halves)]
+    found += [_half(setting, count, at)] * halves
+    return found if gradients or len(op.results) == 1 else found + [_half(setting, count + 1, 2)] * halves
+
+
+def ways_of(n: int) -> dict[int, int]:
+    """How many times pieces are passed on: to the next device, and to the one before.
+
+    Examples:
+      >>> ways_of(8), ways_of(2)
+      ({1: 4, -1: 3}, {1: 1})
+    """
+    return {by: hops for by, hops in ((1, n // 2), (-1, (n - 1) // 2)) if hops}
+
+
+def key_piece(setting: Setting) -> Passed:
+    """The piece of keys and values that goes around."""
+    op, sides, at = setting.op, 1 + is_causal(setting.op), tokens_of(setting.op)
+    shape = (n // sides if d == at else n for d, n in enumerate(setting.operand_shape(KEY)))
+    return Passed((2, sides, *shape), op.operands[KEY].dtype)
+
+
+def tokens_held(setting: Setting) -> int:
+    """The bytes of what was dealt out and of the results that go back. If keys go around, also those of the pieces that
+    are met and that arrive each way, and of the rows that meet them."""
+    (axes, around), op = token_axes(setting), setting.op
+    there = [a for a in token_sends(setting) if not a.beside]
+    if around:
+        for hops in ways_of(math.prod(setting.sizes[a] for a in axes)).values():
+            there += [key_piece(setting)] * min(hops, 2) + [_half(setting, i, tokens_of(op, i)) for i in rows_of(op)]
+    return sum(math.prod(a.shape) * np.dtype(a.dtype).itemsize for a in there)
+
+
+def _half(setting: Setting, port: int, dim: int) -> Passed:
+    aval, placement = setting.port(port)
+    shape = enumerate(local_shape(aval.shape, placement, setting.sizes))
+    return Passed(tuple(n // 2 if d == dim else n for d, n in shape), aval.dtype)
 
 
 def _moves(route: Sequence[tuple[int, int]]) -> bool:
     return any(source != target for source, target in route)
 
 
-def _halved(shape: Sequence[int], dim: int) -> tuple[int, ...]:
-    return tuple(n // 2 if d == dim else n for d, n in enumerate(shape))
+def over_tokens(site: Site, *operands: Any) -> Sequence[Any]:
+    """The local results of attention, or of its gradients, whose tokens are split."""
+    axes, around = token_axes(site)
+    return _Meetings(site, operands).run() if around or (axes and is_causal(site.op)) else bind_same(site, *operands)
 
 
-def zigzag(site: Site, *operands: Any) -> Sequence[Any]:
-    """The local results of attention, or of its gradients."""
-    run = _Zigzag(site, operands)
-    return run.gradients() if len(operands) > COTANGENT else run.attention()
+class _Meetings:
+    """The meetings of queries and keys on one device. Its queries, and keys that go around, have two sides, an early
+    and a late half, or without a mask one.
 
-
-class _Zigzag:
-    """The part of one device."""
+    Attributes:
+      rows: for each side what has a row for each query.
+    """
 
     def __init__(self, site: Site, operands: Sequence[Any]) -> None:
-        self.site, self.at = site, tokens_of(site.op)
-        self.axes = site.operands[QUERY].axes_of(self.at)
+        self.site, self.at, self.causal = site, tokens_of(site.op), is_causal(site.op)
+        self.axes, self.is_ring = token_axes(site)
         self.n = math.prod(site.sizes[a] for a in self.axes)
         self.me = site.linear_index(self.axes)
         self.operands, self.keys, self.others = operands, operands[KEY : VALUE + 1], operands[VALUE + 1 : SUMS]
         self.size = operands[QUERY].shape[self.at] // 2
+        self.rows = list(zip(*(self.dealt(port) for port in rows_of(site.op)), strict=True))
 
-    # where halves are
+    def run(self) -> list[Any]:
+        """The local results."""
+        own = [self.dealt(i) for i in (KEY, VALUE)] if self.is_ring else map(self.halves, self.keys)
+        keys = list(zip(*own, strict=True))
+        found = [self.met(rows, some, self.causal) for rows, some in zip(self.rows, keys, strict=True)]
+        states, more = [state for state, _ in found], [some for _, some in found]
+        states, more = self.around(states, keys, more) if self.is_ring else self.through(states, more)
+        pairs = zip(zip(*states, strict=True), self.site.op.results, strict=False)
+        made = [[x.astype(a.dtype) for x in sides] for sides, a in pairs]
+        return [*(self.returned(sides, 2 if i else self.at) for i, sides in enumerate(made)), *more]
 
-    def dealt(self, port: int) -> Any:
-        """The early and the late half of an operand that belong to this device, stacked."""
-        dim = tokens_of(self.site.op, port)
-        parts = jnp.split(self.operands[port], 2, dim)
-        return jnp.stack(
-            self.turned([self.sent(x, route) for x, route in zip(parts, zigzag_routes(self.n), strict=True)])
-        )
+    # where pieces are
 
-    def returned(self, halves: Any, dim: int) -> Any:
+    def dealt(self, port: int) -> Sequence[Any]:
+        """The sides of an operand that belong to this device."""
+        if not self.causal:
+            return self.operands[port : port + 1]
+        parts = jnp.split(self.operands[port], 2, tokens_of(self.site.op, port))
+        return self.turned([self.sent(x, route) for x, route in zip(parts, zigzag_routes(self.n), strict=True)])
+
+    def returned(self, sides: Sequence[Any], dim: int) -> Any:
         """The results for the block of this device."""
+        if not self.causal:
+            return sides[0]
         routes = [[(t, s) for s, t in route] for route in zigzag_routes(self.n)]
-        parts = [self.sent(x, route) for x, route in zip(self.turned(halves), routes, strict=True)]
-        return jnp.concatenate(parts, dim)
+        return jnp.concatenate([self.sent(x, r) for x, r in zip(self.turned(sides), routes, strict=True)], dim)
 
     def sent(self, x: Any, route: Sequence[tuple[int, int]]) -> Any:
         return self.site.wire.permute(x, self.axes, route) if _moves(route) else x
 
-    def turned(self, halves: Sequence[Any]) -> Halves:
+    def passed(self, x: Any, by: int) -> Any:
+        """The `x` of the device `by` places before this one; None stays."""
+        return None if x is None else self.sent(x, [(k, (k + by) % self.n) for k in range(self.n)])
+
+    def turned(self, halves: Sequence[Any]) -> Sequence[Any]:
         """From (even, odd) numbers to (early, late) halves, and back."""
         first, second = halves
         even = self.me % 2 == 0
         return jnp.where(even, first, second), jnp.where(even, second, first)
 
     def part(self, x: Any, number: Any) -> Any:
-        """Half `number` of keys or of what has a row for each of them."""
+        """Half `number` of whole keys, or of what has a row for each of them."""
         return lax.dynamic_slice_in_dim(x, number * self.size, self.size, self.at)
 
-    def own(self, x: Any) -> Any:
-        """The early and the late half of keys, stacked."""
-        return jnp.stack([self.part(x, self.me), self.part(x, 2 * self.n - 1 - self.me)])
+    def halves(self, x: Any) -> Sequence[Any]:
+        """The early and the late half of whole keys that belong to this device."""
+        return self.part(x, self.me), self.part(x, 2 * self.n - 1 - self.me)
 
-    def met(self, i: Any) -> tuple[Any, Any]:
-        """Meeting `i` of n-1: 0 if the early half is met with half `i`, else 1, and the half of keys that is met. The
-        late half has met all early ones."""
-        early = i < self.me
-        return jnp.where(early, 0, 1), jnp.where(early, i, self.n + i - self.me)
+    # meetings
 
-    # kernels
-
-    def bind(self, rows: Sequence[Any], keys: Sequence[Any], causal: bool, **params: Any) -> list[Any]:
+    def met(self, rows: Sequence[Any], keys: Sequence[Any], causal: bool = False) -> tuple[State, Sequence[Any]]:
+        """The state of queries that have met these keys alone, and the gradients of the keys."""
+        params: dict[str, Any] = {} if len(rows) > 1 else {"is_training": True}
         given: Enum = self.site.op.params["mask_type"]
         mask = given if causal else type(given)["NO_MASK"]
-        query, *more = rows
-        return self.site.bind(query, *keys, *self.others, *more, mask_type=mask, **params)
+        y, *found = self.site.bind(rows[0], *keys, *self.others, *rows[1:], mask_type=mask, **params)
+        return ((y.astype(np.float32),), found) if len(rows) > 1 else ((y.astype(np.float32), *found), ())
 
-    def attend(self, q: Any, keys: Sequence[Any], causal: bool = False) -> tuple[Any, Any]:
-        """The result, wide, and the logarithms of the sums of exponentials."""
-        y, sums = self.bind([q], keys, causal, is_training=True)
-        return y.astype(np.float32), sums
+    def joined(self, one: State, other: State) -> State:
+        """The state of queries that have met the keys of both."""
+        if len(one) == 1:
+            return (one[0] + other[0],)
+        total = jnp.logaddexp(one[1], other[1])
+        shares = [jnp.exp(x[1] - total) for x in (one, other)]
+        wide = [(s if self.at == 2 else s.swapaxes(1, 2))[..., None] for s in shares]
+        return one[0] * wide[0] + other[0] * wide[1], total
 
-    def attention(self) -> list[Any]:
-        queries = self.dealt(QUERY)
-        y, sums = _over_both(lambda q, *keys: self.attend(q, keys, True), queries, *map(self.own, self.keys))
-        first = [lax.slice_in_dim(x, 0, self.n * self.size, axis=self.at) for x in self.keys]
-        state = self.joined((y, sums), 1, self.attend(queries[1], first))
+    def meet(self, states: Sequence[State], side: Any, keys: Sequence[Any]) -> tuple[list[State], Sequence[Any]]:
+        """The states after a side has met more keys, and the gradients of these."""
+        if isinstance(side, int):
+            found, more = self.met(self.rows[side], keys)
+            return [self.joined(x, found) if k == side else x for k, x in enumerate(states)], more
+        found, more = self.met([jnp.where(side == 0, *sides) for sides in zip(*self.rows, strict=True)], keys)
+        pairs = [(side == k, zip(self.joined(x, found), x, strict=True)) for k, x in enumerate(states)]
+        return [tuple(jnp.where(here, new, old) for new, old in both) for here, both in pairs], more
 
-        def step(state: tuple[Any, Any], i: Any) -> tuple[tuple[Any, Any], None]:
-            side, number = self.met(i)
-            found = self.attend(_at(queries, side), [self.part(x, number) for x in self.keys])
-            return self.joined(state, side, found), None
+    # keys that go around
 
-        (y, sums), _ = lax.scan(step, state, np.arange(self.n - 1, dtype=np.int32))
-        results = [self.returned(y.astype(queries.dtype), self.at)]
-        return [*results, self.returned(sums, 2)] if len(self.site.op.results) > 1 else results
+    def around(
+        self, states: list[State], keys: Sequence[Sequence[Any]], own: Sequence[Sequence[Any]]
+    ) -> tuple[list[State], list[Any]]:
+        """The keys of other devices arrive one after the other, and with them the sums of their gradients. What goes on
+        to the next device does not wait for the kernels of a step."""
+        hops, here, sums = ways_of(self.n), _stacked(keys), _stacked(own) if own[0] else None
+        if self.causal:
+            states, more = self.meet(states, 1, keys[0])
+            sums = _added(sums, more, 0)
+        none = None if sums is None else jnp.zeros_like(sums)
+        held = {by: (sums if by == 1 else none, self.passed(here, by)) for by in hops}
+        common = min(hops.values())
 
-    def joined(self, state: tuple[Any, Any], side: Any, found: tuple[Any, Any]) -> tuple[Any, Any]:
-        """The state after one half of the queries, that of `side`, has met more keys."""
-        y, sums = (_at(x, side) for x in state)
-        total = jnp.logaddexp(sums, found[1])
-        both = y * self.rows(jnp.exp(sums - total)) + found[0] * self.rows(jnp.exp(found[1] - total))
-        return _with(state[0], both, side), _with(state[1], total, side)
+        def step(carry: tuple[Any, Any], i: Any, on: Collection[int] = hops) -> tuple[tuple[Any, Any], None]:
+            states, held = carry
+            coming = {by: self.passed(here, by) if by in on else None for by, (_, here) in held.items()}
+            there = {by: (here, self.side(i * by)) for by, (_, here) in held.items()}
+            if self.causal:
+                states, there = lax.optimization_barrier((states, there))  # else XLA begins all steps at once
+            then: dict[int, tuple[Any, Any]] = {}
+            for by, (sums, _) in held.items():
+                states, sums = self.visited(states, self.passed(sums, by), *there[by])
+                then[by] = sums, coming[by]
+            return (states, then), None
 
-    def rows(self, sums: Any) -> Any:
-        """[sequence, head, query] in the order of a query's dimensions."""
-        return (sums if self.at == 2 else sums.swapaxes(1, 2))[..., None]
+        if common > 1:
+            (states, held), _ = lax.scan(step, (states, held), np.arange(1, common, dtype=np.int32))
+        (states, held), _ = step((states, held), common, [by for by in hops if hops[by] > common])
+        if hops[1] > common:
+            (states, last), _ = step((states, {1: held[1]}), hops[1], ())
+            held |= last
+        home = [self.passed(sums, -by * hops[by]) for by, (sums, _) in held.items()]
+        total = jnp.stack(home).sum(0, np.float32).astype(here.dtype) if own[0] else ()
+        return states, [self.returned(list(x), self.at) for x in total]
 
-    def gradients(self) -> list[Any]:
-        rows = [self.dealt(port) for port in (QUERY, SUMS, RESULT, COTANGENT)]
-        first = [lax.slice_in_dim(x, 0, self.n * self.size, axis=self.at) for x in self.keys]
-        dq, *own = _over_both(lambda *x: self.bind(x[:4], x[4:], True), *rows, *map(self.own, self.keys))
-        more, *found = self.bind([x[1] for x in rows], first, False)
-        rest = [
-            (0, x.shape[d] - y.shape[d], 0) if d == self.at else (0, 0, 0)
-            for x, y in zip(self.keys, found, strict=True)
-            for d in range(4)
-        ]
-        found = [lax.pad(y, jnp.zeros((), y.dtype), rest[:4]) for y in found]
+    def side(self, away: int) -> Any:
+        """The side that meets its own kind of keys of the device `away` places before this one: the early half those of
+        devices before this one, the late half those of devices after."""
+        return jnp.where((self.me - away) % self.n < self.me, 0, 1) if self.causal else 0
+
+    def visited(self, states: list[State], sums: Any, here: Any, side: Any) -> tuple[list[State], Any]:
+        """The states, and the sums of gradients, after a side has met its own kind of the keys that are here, and the
+        late half all early ones."""
+        if self.causal:
+            states, more = self.meet(states, 1, here[:, 0])
+            sums = _added(sums, more, 0)
+        states, more = self.meet(states, side, lax.dynamic_index_in_dim(here, side, 1, keepdims=False))
+        return states, _added(sums, more, side)
+
+    # keys that are whole
+
+    def through(self, states: list[State], own: Sequence[Sequence[Any]]) -> tuple[list[State], list[Any]]:
+        """The late half meets all early ones at once, the others meet one by one."""
+        early = [lax.slice_in_dim(x, 0, self.n * self.size, axis=self.at) for x in self.keys]
+        states, more = self.meet(states, 1, early)
+        rest = [(0, self.n * self.size if d == self.at else 0, 0) for d in range(4)]
+        found = [lax.pad(y, jnp.zeros((), y.dtype), rest) for y in more]
         for side, number in enumerate((self.me, 2 * self.n - 1 - self.me)):
-            found = self.added(found, [x[side] for x in own], number)
-        dq = dq.astype(np.float32)
-        state = _with(dq, dq[1] + more, 1), found
+            found = self.with_part(found, own[side], number)
 
-        def step(state: tuple[Any, list[Any]], i: Any) -> tuple[tuple[Any, list[Any]], None]:
-            (dq, found), (side, number) = state, self.met(i)
-            more, *part = self.bind([_at(x, side) for x in rows], [self.part(x, number) for x in self.keys], False)
-            return (_with(dq, _at(dq, side) + more, side), self.added(found, part, number)), None
+        def step(carry: tuple[Any, Any], i: Any) -> tuple[tuple[Any, Any], None]:
+            (states, found), is_early = carry, i < self.me
+            side, number = jnp.where(is_early, 0, 1), jnp.where(is_early, i, self.n + i - self.me)
+            states, more = self.meet(states, side, [self.part(x, number) for x in self.keys])
+            return (states, self.with_part(found, more, number)), None
 
-        (dq, found), _ = lax.scan(step, state, np.arange(self.n - 1, dtype=np.int32))
-        return [self.returned(dq.astype(rows[0].dtype), self.at), *found]
+        return lax.scan(step, (states, found), np.arange(self.n - 1, dtype=np.int32))[0]
 
-    def added(self, whole: Sequence[Any], parts: Sequence[Any], number: Any) -> list[Any]:
+    def with_part(self, whole: Sequence[Any], more: Sequence[Any], number: Any) -> list[Any]:
         """Gradients of all keys, with those of half `number` added. No half gets more than two."""
-        found = [self.part(x, number).astype(np.float32) + y for x, y in zip(whole, parts, strict=True)]
+        found = [self.part(x, number).astype(np.float32) + y for x, y in zip(whole, more, strict=True)]
         start = number * self.size
         return [
             lax.dynamic_update_slice_in_dim(x, y.astype(x.dtype), start, self.at)
@@ -213,18 +316,17 @@ class _Zigzag:
         ]
 
 
-def _over_both(fn: Any, *stacked: Any) -> list[Any]:
-    """The results of `fn` for both halves in one batch, stacked."""
-    found = fn(*(x.reshape(-1, *x.shape[2:]) for x in stacked))
-    return [y.reshape(2, -1, *y.shape[1:]) for y in found]
+def _stacked(sides: Sequence[Sequence[Any]]) -> Any:
+    """Keys and values, or their gradients, in one array; the sides are its second dimension."""
+    return jnp.stack([jnp.stack(x) for x in zip(*sides, strict=True)])
 
 
-def _at(x: Any, side: Any) -> Any:
-    return lax.dynamic_index_in_dim(x, side, keepdims=False)
-
-
-def _with(x: Any, part: Any, side: Any) -> Any:
-    return lax.dynamic_update_index_in_dim(x, part.astype(x.dtype), side, 0)
+def _added(sums: Any, more: Sequence[Any], side: Any) -> Any:
+    """Sums of gradients with those of a side added; None if there are none."""
+    if sums is None:
+        return None
+    total = lax.dynamic_index_in_dim(sums, side, 1, keepdims=False) + jnp.stack(more).astype(np.float32)
+    return lax.dynamic_update_index_in_dim(sums, total.astype(sums.dtype), side, 1)
 
 
 # --- with a window

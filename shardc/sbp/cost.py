@@ -344,10 +344,20 @@ def ring_time(work: RingWork, mesh: MeshView, axis: str, dtype: Any, kind: str =
       dtype: of the operands.
       kind: of the product.
     """
-    n = mesh.sizes[axis]
     each = heavy_seconds(work.flops, work.memory, mesh, dtype, kind=kind) + memory_seconds(work.added, mesh)
-    held, late, wires = memory_seconds(work.piece, mesh), _hop_latency(mesh, axis), _hop_wires(mesh, axis)
-    one, two = (np.maximum(work.piece * wire / FEMTO, k * held) + late for k, wire in enumerate(wires, 1))
+    return steps_time(work.piece, each, mesh, (axis,))
+
+
+def steps_time(piece: Any, each: Any, mesh: MeshView, axes: tuple[str, ...]) -> RingTime:
+    """The time of a computation in as many steps as there are devices along `axes`, around which pieces go.
+
+    Args:
+      piece: bytes of a piece.
+      each: seconds of a step.
+    """
+    n = math.prod(mesh.sizes[a] for a in axes)
+    held, late, wires = memory_seconds(piece, mesh), _hop_latency(mesh, axes), _hop_wires(mesh, axes)
+    one, two = (np.maximum(piece * wire / FEMTO, k * held) + late for k, wire in enumerate(wires, 1))
     pairs, alone = (n - 1) // 2, (n + 1) % 2  # pairs of pieces that move at once; whether one piece moves alone
     moving = pairs * two + alone * one
     first, last = np.maximum(two if pairs else one, each), each * (1 + n % 2)
@@ -359,22 +369,22 @@ def ring_time(work: RingWork, mesh: MeshView, axis: str, dtype: Any, kind: str =
 
 
 @lru_cache(maxsize=256)
-def _hop_wires(mesh: MeshView, axis: str) -> tuple[int, int]:
+def _hop_wires(mesh: MeshView, axes: tuple[str, ...]) -> tuple[int, int]:
     """Femtoseconds for each byte that every device passes to the next: of one piece, and of two pieces at once, one
     each way. On a closed torus the two use different links. Elsewhere they share: the piece of the last device travels
     all the way back, and a device has one port to a switch. In outer dimensions only the pieces of one device in each
     row cross: forward at one end of the row, backward at the other."""
-    spans = merged(mesh.spans[axis])
+    spans = merged(mesh.spans_along(axes))
     wires = [_per_byte(s.fabric.rate("permute") / (s.stride if s.fabric.kind == "torus" else 1)) for s in spans]
     apart = spans[0].fabric.kind == "torus" and spans[0].closed
     return max(wires), max(wires[0] * (1 if apart else 2), *wires)
 
 
 @lru_cache(maxsize=256)
-def _hop_latency(mesh: MeshView, axis: str) -> float:
+def _hop_latency(mesh: MeshView, axes: tuple[str, ...]) -> float:
     """Seconds before the last byte of such a piece moves: the start, and the longest path."""
     hops = ((1, s) if s.fabric.kind == "switch" else (s.stride * (1 if s.closed else s.count - 1), s)
-            for s in merged(mesh.spans[axis]))  # fmt: skip
+            for s in merged(mesh.spans_along(axes)))  # fmt: skip
     return mesh.topology.launch + sum(n * s.fabric.latency for n, s in hops)
 
 

@@ -20,7 +20,7 @@ from jax import lax
 from numpy.typing import NDArray
 
 from shardc.machine.mesh import MeshView
-from shardc.sbp.cost import send_price
+from shardc.sbp.cost import RingTime, send_price, steps_time
 from shardc.sbp.placement import block_sizes, extents, local_shape
 from shardc.sbp.ring import ring_of, run_ring
 from shardc.sbp.signature import OperandWindow, Passed, Ranges, Rule, Setting, Site, Turned, neutral_value
@@ -33,6 +33,7 @@ class Sent:
     """One collective inside an operation: every device contributes an array of `shape`.
 
     `operand` is the number of the operand whose window it brings; None: the pieces of a factor exchange arrays.
+    `beside` as in `Passed`.
     """
 
     kind: Literal["all_gather", "all_to_all", "permute"]
@@ -40,6 +41,7 @@ class Sent:
     shape: tuple[int, ...]
     dtype: Any
     operand: int | None = None
+    beside: bool = False
 
 
 _KINDS: Final[dict[type, Literal["all_to_all", "permute"]]] = {Turned: "all_to_all", Passed: "permute"}
@@ -268,9 +270,12 @@ def internal_steps(rule: Rule, setting: Setting) -> tuple[Sent, ...]:
     for factor, arrays in rule.exchanged.items():
         if factor in crossed:
             found += [
-                Sent(_KINDS.get(type(a), "all_gather"), crossed[factor], tuple(a.shape), a.dtype)
+                Sent(
+                    _KINDS.get(type(a), "all_gather"), crossed[factor], tuple(a.shape), a.dtype,
+                    beside=isinstance(a, Passed) and a.beside,
+                )
                 for a in arrays(setting)
-            ]
+            ]  # fmt: skip
     return tuple(found)
 
 
@@ -304,6 +309,21 @@ def sent_cost(sent: Sent, mesh: MeshView) -> SentCost:
     width = sent.dtype.itemsize if hasattr(sent.dtype, "itemsize") else np.dtype(sent.dtype).itemsize
     price = send_price(sent.kind, math.prod(sent.shape) * int(width), mesh, sent.axes)
     return SentCost(price.bytes, price.seconds)
+
+
+def sent_seconds(sent: Iterable[Sent], mesh: MeshView) -> float:
+    """Seconds of the collectives that an operation waits for."""
+    return sum(len(list(same)) * sent_cost(s, mesh).seconds for s, same in itertools.groupby(sent) if not s.beside)
+
+
+def around_time(sent: Iterable[Sent], computing: float, mesh: MeshView) -> RingTime | None:
+    """The time of an operation that computes for so many seconds while pieces go around; None if none do."""
+    beside = [s for s in sent if s.beside]
+    if not beside:
+        return None
+    axes, bytes_ = beside[0].axes, sum(sent_cost(s, mesh).bytes for s in beside)
+    n = math.prod(mesh.sizes[a] for a in axes)
+    return RingTime(*map(float, steps_time(bytes_ / (n - 1), computing / n, mesh, axes)))
 
 
 def run_piece(site: Site, rule: Rule, operands: Sequence[Any]) -> Sequence[Any]:

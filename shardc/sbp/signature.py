@@ -178,10 +178,12 @@ class Turned:
 
 @dataclass(frozen=True, slots=True)
 class Passed:
-    """An array that each device sends to one other: a permute instead of a gather."""
+    """An array that each device sends to one other: a permute instead of a gather. `beside`: it goes on while the
+    device computes with the one before (`Rule.around`)."""
 
     shape: tuple[int, ...]
     dtype: Any
+    beside: bool = False
 
 
 def bind_same(site: Site, *operands: Any) -> Sequence[Any]:
@@ -252,6 +254,8 @@ class Rule:
       local: the computation of a device on its pieces.
       windows: operands of which a device reads more elements than it holds, or other ones, when their factor is split.
       exchanged: factors whose split makes the pieces exchange arrays, and these arrays.
+      around: factors whose pieces may go around the devices that split another factor, and that other one. The same
+        axes split both, and the operation computes and sends as if the other one were split alone (`exchanged`).
       across: the computation of a device if a factor of `windows` or `exchanged` is split. It gets windows in place of
         pieces: in their dimension (n-1)·|step| + width elements, n being the local size at port `by`.
       held: the bytes that a device holds in `across` besides its pieces; None: few.
@@ -275,6 +279,7 @@ class Rule:
     local: Local = bind_same
     windows: tuple[OperandWindow, ...] = ()
     exchanged: Mapping[str, Exchange] = field(default_factory=dict[str, Exchange])
+    around: Mapping[str, str] = field(default_factory=dict[str, str])
     across: Local = bind_same
     held: Callable[[Setting], int] | None = None
     terms: Terms | None = None
@@ -289,8 +294,8 @@ class Rule:
         return self.flops > 0 or self.passes > 0
 
     def factors(self) -> tuple[str, ...]:
-        """Factors that may be split, in order of appearance."""
-        kept = {f for fs in self.results for f in fs if f}
+        """Factors that may be split alone, in order of appearance."""
+        kept = {f for fs in self.results for f in fs if f} - self.around.keys()
         seen = dict.fromkeys(f for fs in (*self.operands, *self.results) for f in fs if f)
         return tuple(f for f in seen if f in kept or f in self.reduced)
 
@@ -420,7 +425,7 @@ def neutral_value(kind: Neutral, dtype: Any) -> Any:
 @dataclass(frozen=True, slots=True)
 class Signature:
     """One legal combination on one axis. `split` names the split factor, if there is one: the devices share its work.
-    `around` names the factor whose pieces go around (`shardc.sbp.ring`)."""
+    `around` names the factor whose pieces go around (`shardc.sbp.ring`, `Rule.around`)."""
 
     operands: tuple[SBP, ...]
     results: tuple[SBP, ...]
@@ -446,20 +451,21 @@ def may_be_partial(aval: Aval, op: ReduceOp) -> bool:
 
 def signatures(rule: Rule, op: Operation) -> tuple[Signature, ...]:
     """All legal one-axis signatures but those of rings (`shardc.sbp.ring`), all-B first. Signatures of several axes are
-    products of these."""
+    products of these; on axes that split a factor of `Rule.around`, pieces go around all of them or none."""
     found = [Signature((B,) * len(rule.operands), (B,) * len(rule.results))]
-    for factor in rule.factors():
+    for factor, around in (*((f, None) for f in rule.factors()), *((f, a) for a, f in rule.around.items())):
+        operands = tuple(_sbp_of(fs, factor, around) for fs in rule.operands)
         left = rule.reduced.get(factor)
-        operands = tuple(_sbp_of(fs, factor) for fs in rule.operands)
-        results = tuple(P(left) if left and factor not in fs else _sbp_of(fs, factor) for fs in rule.results)
-        found.append(Signature(operands, results, factor))
+        rest = P(left) if left else B
+        results = tuple(_sbp_of(fs, factor, around, rest) for fs in rule.results)
+        found.append(Signature(operands, results, factor, around))
     for ops, result in rule.partials:
         found.append(Signature(tuple(P(o) if o else B for o in ops), (P(result),) * len(rule.results)))
     return tuple(s for s in found if _legal(s, op))
 
 
-def _sbp_of(factors: Factors, factor: str) -> SBP:
-    return S(factors.index(factor)) if factor in factors else B
+def _sbp_of(factors: Factors, factor: str, around: str | None, rest: SBP = B) -> SBP:
+    return next((S(factors.index(f)) for f in (factor, around) if f and f in factors), rest)
 
 
 def _legal(s: Signature, op: Operation) -> bool:

@@ -65,6 +65,11 @@ def placements_of(rule: Rule, op: Operation, combo: Combo) -> tuple[list[Placeme
     for factor, unit in rule.granule.items():
         if unit % math.prod(n for n, s in combo.values() if s.split == factor):
             return None
+    for factor, other in rule.around.items():  # pieces go around all devices that share the other factor, or none
+        splits = [(n, s.around) for n, s in combo.values() if other == s.split or factor in (s.split, s.around)]
+        many = math.prod(n for n, _ in splits)
+        if any(a for _, a in splits) and (not all(a for _, a in splits) or rule.granule[factor] % many):
+            return None
     sides = [
         [[(axis, getattr(s, side)[i]) for axis, (_, s) in combo.items()] for i in range(len(getattr(op, side)))]
         for side in ("operands", "results")
@@ -130,7 +135,7 @@ class Lockstep:
 
         def guarded(device: tuple[int, ...]) -> list[np.ndarray]:
             try:
-                with jax.enable_x64(wide):
+                with jax.enable_x64(wide), jax.disable_jit():  # loops in which they exchange arrays
                     return compute(device)
             except BaseException:
                 self.barrier.abort()

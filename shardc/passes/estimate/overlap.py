@@ -29,7 +29,7 @@ class Overlap:
     """A collective that a plan counts on to be hidden, in part or as a whole. Numbers are of one call.
 
     Attributes:
-      kind: of collective; "ring": permutes of a product whose pieces go around.
+      kind: of collective; "ring": permutes of pieces that go around beside what their own operation computes.
       axes: mesh axes that it goes along.
       value: what it sends: dtype and logical shape, as `bf16[8,128]`. Of collectives that the compiler combines the
         largest, and the number of the others.

@@ -54,7 +54,7 @@ from shardc.sbp.cost import (
     light_seconds,
     memory_seconds,
 )
-from shardc.sbp.piece import internal_steps, sent_cost
+from shardc.sbp.piece import Sent, around_time, internal_steps, sent_cost
 from shardc.sbp.placement import REPLICATED, AxisSizes, Placement
 from shardc.sbp.ring import Ring, ring_of, ring_price
 from shardc.sbp.signature import Rule, Setting, find_rule, gathered, has_rule, shared_by
@@ -253,11 +253,13 @@ class _Price:
       moves: its collectives, without a source.
       time: where its time goes, without the bytes of light operations.
       added: seconds, one after the other as the search adds them up.
+      around: the pieces that go around a ring beside its computation, without a source.
     """
 
     moves: Sequence[Collective]
     time: Time
     added: tuple[float, ...]
+    around: Overlap | None = None
 
     @classmethod
     def of(cls, moves: Moves) -> _Price:
@@ -490,11 +492,13 @@ class _CostWalk:
         if _is_same(eqn) or is_transfer(eqn):
             return Time()
         price, source = self.price(eqn), compat.source_line(eqn)
-        if self.each is not None and (hidden := price.time.overlapped_rings):
-            (move,), seconds = price.moves, price.time.permute * trips
-            share = min(self.mesh.topology.overlap("ring"), 1 - HIDING)
-            beside, sent, could = _work_text(eqn), move.bytes * trips, hidden * trips / share
-            self.overlaps.append(Overlap("ring", move.axes, move.value, source, beside, sent, seconds, could, share))
+        if self.each is not None and (o := price.around):
+            self.overlaps.append(
+                replace(
+                    o, source=source, beside=_work_text(eqn), bytes=o.bytes * trips, seconds=o.seconds * trips,
+                    could=o.could * trips,
+                )
+            )  # fmt: skip
         return self.take(price, source, trips)
 
     def memory_move(self, eqn: Eqn, trips: int) -> Time:
@@ -531,14 +535,16 @@ class _CostWalk:
         return replace(_Price.of(_moves(eqn, boxing, self.mesh)), added=(boxing.seconds,))
 
     def operation(self, eqn: Eqn) -> _Price:
-        rule, inside = self.rule(eqn), _Price((), Time(), ())
+        rule, inside, setting = self.rule(eqn), _Price((), Time(), ()), None
         if rule.terms is not None or rule.crossing:
             setting = setting_of(eqn, self.placements, self.mesh.sizes)
             if (ring := ring_of(rule, setting)) is not None:
                 return self.ring(eqn, ring, setting)
-            inside = _Price.of(_inside(rule, setting, self.mesh))
+            inside = _Price.of(_inside(internal_steps(rule, setting), setting, self.mesh))
         memory = self.touched(eqn)
         seconds = _seconds(eqn, rule, memory, self.placements, self.mesh)
+        if setting is not None and rule.around:
+            inside = self.beside(inside, rule, setting, seconds)
         inside = replace(inside, added=(*inside.added, seconds))
         if not rule.is_heavy:
             return inside
@@ -558,7 +564,25 @@ class _CostWalk:
         time = _ring_seconds(eqn, ring, rule, setting, self.placements, self.mesh)
         overlapped = time.computing + time.moving - time.total
         parts = Time(compute=time.computing, permute=time.moving, overlapped=overlapped, overlapped_rings=overlapped)
-        return _Price((moves,), parts, (time.total,))
+        return _Price((moves,), parts, (time.total,), self.overlap([moves], time.moving, overlapped))
+
+    def beside(self, price: _Price, rule: Rule, setting: Setting, computing: float) -> _Price:
+        """The price of an operation's own collectives, some of which overlap with what it computes."""
+        around = [s for s in internal_steps(rule, setting) if s.beside]
+        if (time := around_time(around, computing, self.mesh)) is None:
+            return price
+        hidden = time.computing + time.moving - time.total
+        parts = Time(permute=time.moving, overlapped=hidden, overlapped_rings=hidden)
+        listed = self.overlap(_inside(around, setting, self.mesh).collectives, time.moving, hidden)
+        return replace(price, time=price.time + parts, added=(*price.added, time.moving - hidden), around=listed)
+
+    def overlap(self, moves: Sequence[Collective], seconds: float, hidden: float) -> Overlap | None:
+        """Pieces that go around, for `Plan.overlaps`; None if nothing of it is hidden."""
+        if not hidden:
+            return None
+        share = min(self.mesh.topology.overlap("ring"), 1 - HIDING)
+        bytes_ = sum(m.bytes for m in moves)
+        return Overlap("ring", moves[0].axes, moves[0].value, "", "", bytes_, seconds, hidden / share, share)
 
     def unit(self, body: Jaxpr, trips: int) -> Time:
         begin = len(self.collectives)
@@ -648,25 +672,27 @@ def _moves(eqn: Eqn, boxing: Boxing, mesh: MeshView) -> Moves:
     return Moves(found, seconds)
 
 
-def _inside(rule: Rule, setting: Setting, mesh: MeshView) -> Moves:
-    """The internal collectives of an operation, and the seconds of one execution."""
+def _inside(sent: Sequence[Sent], setting: Setting, mesh: MeshView) -> Moves:
+    """The internal collectives of an operation, and the seconds of those that it waits for in one execution."""
     op, operands = setting.op, setting.operands
     found: list[Collective] = []
     seconds: dict[CollectiveKind, float] = {}
-    for s in internal_steps(rule, setting):
+    around = Counter(s for s in sent if s.beside)
+    for s, times in (*((s, 1) for s in sent if not s.beside), *around.items()):
         cost = sent_cost(s, mesh)
         if cost.bytes:
-            seconds[s.kind] = seconds.get(s.kind, 0.0) + cost.seconds
+            if not s.beside:
+                seconds[s.kind] = seconds.get(s.kind, 0.0) + cost.seconds * times
             found.append(
                 Collective(
                     s.kind,
                     mesh.joined(s.axes),
-                    cost.bytes,
-                    1,
+                    cost.bytes * times,
+                    times,
                     "",
                     compat.short_text(s.shape, s.dtype),
                     f"{op.name}'s pieces" if s.operand is None else str(in_whole_axes(operands[s.operand], mesh)),
-                    "one another" if s.operand is None else f"{op.name}'s window",
+                    f"{op.name}'s ring" if s.beside else "one another" if s.operand is None else f"{op.name}'s window",
                 )
             )
     return Moves(found, seconds)  # fmt: skip
@@ -722,11 +748,11 @@ def _counts(
 ) -> dict[str, int]:
     """The number of devices that share the work along each factor of an operation: those that split it, but those of
     its ring."""
-    counts: dict[str, int] = {}
+    found: dict[str, tuple[str, ...]] = {}
     for factors, atom in zip((*rule.operands, *rule.results), (*eqn.invars, *eqn.outvars), strict=True):
         splits = {} if compat.is_literal(atom) else placements[atom].splits
-        for dim, axes in splits.items():
-            if factor := factors[dim]:
-                around = ring.axis if ring is not None and factor == ring.factor else None
-                counts[factor] = math.prod(mesh.sizes[a] for a in axes if a != around)
-    return counts
+        found |= {f: axes for dim, axes in splits.items() if (f := factors[dim])}
+    around = {f: found.get(other, ()) for f, other in rule.around.items()}
+    if ring is not None:
+        around[ring.factor] = (ring.axis,)
+    return {f: math.prod(mesh.sizes[a] for a in axes if a not in around.get(f, ())) for f, axes in found.items()}

@@ -7,7 +7,6 @@ Equal nodes share one domain, so that the repeated layers of a model are priced 
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from shardc.passes.place.rings import Rings, offer_rings
 from shardc.passes.place.value_tables import ValueTables
 from shardc.sbp.boxing import BoxingTable
 from shardc.sbp.cost import FEMTO, LIGHT, avoided_cost, element_seconds, heavy_seconds, memory_seconds
-from shardc.sbp.piece import internal_steps, sent_cost
+from shardc.sbp.piece import around_time, internal_steps, sent_seconds
 from shardc.sbp.placement import P, Placement, ReduceOp, S, is_even
 from shardc.sbp.signature import Setting
 from shardc.sbp.sub_axes import is_whole
@@ -132,6 +131,10 @@ class Domains(ValueTables):
         for factor, granule in (n.rule.granule if n.rule else {}).items():
             if granule and factor in form.splits:
                 allowed &= granule % form.splits[factor] == 0
+        if n.rule is not None and n.rule.around:
+            for factor, count in self.splits([s.around for s in n.options], form.options).items():
+                alone = (count == form.splits[n.rule.around[factor]]) & (form.splits.get(factor, 1) == 1)
+                allowed &= (count == 1) | alone & (n.rule.granule[factor] % count == 0)
         if n.plain or n.kind in ("source", "sink"):
             for value, table, row in zip((*n.operands, *n.results), tables, form.rows, strict=True):
                 if value is not None and table is not None and row is not None:
@@ -168,7 +171,7 @@ class Domains(ValueTables):
         if key not in self._forms:
             options, orders = self._options(n, columns)
             rows = self._rows(n, columns, options, orders, tables)
-            form = _Form(options, orders, rows, self.splits(n.options, options))
+            form = _Form(options, orders, rows, self.splits([s.split for s in n.options], options))
             keep = _first(np.arange(len(options)), [*options.T, *(r for r in rows if r is not None)])
             self._forms[key] = form.of(keep), n.fixed  # keeps it alive: its id is in the key
         return self._forms[key][0]
@@ -245,7 +248,7 @@ class Domains(ValueTables):
         else:
             cost = LIGHT * (memory / self.mesh.topology.memory_rate) + self._light_seconds(n, tables, rows)
         if n.rule is not None and n.rule.crossing:
-            cost = cost + self._inside(n, options, orders, tables, rows)
+            cost = cost + self._inside(n, options, orders, tables, rows, cost)
         return n.weight * cost
 
     def _light_seconds(
@@ -281,8 +284,10 @@ class Domains(ValueTables):
     def _inside(
         self, n: Node, options: NDArray[np.int64], orders: NDArray[np.intp],
         tables: Sequence[BoxingTable | None], rows: Sequence[NDArray[np.int64] | None],
+        computing: NDArray[np.float64],
     ) -> NDArray[np.float64]:  # fmt: skip
-        """For each choice the time of the operation's internal collectives."""
+        """For each choice the time of the operation's internal collectives, without what overlaps with `computing`, its
+        own seconds."""
         assert n.rule is not None
         op, count = operation_of(n.equation), len(n.operands)
         crosses = np.asarray([o.split in n.rule.crossing for o in n.options])[options].any(-1)
@@ -293,9 +298,10 @@ class Domains(ValueTables):
                 for k, (t, r) in enumerate(zip(tables, rows, strict=True))
             )
             sent = internal_steps(n.rule, Setting(op, ports[:count], ports[count:], self.view.sizes))
-            for s, same in itertools.groupby(sent):
-                seconds = sent_cost(s, self.view).seconds + avoided_cost(s.kind, s.axes, self.view) / FEMTO
-                cost[i] += seconds * len(list(same))
+            avoided = sum(avoided_cost(s.kind, s.axes, self.view) for s in sent)
+            cost[i] = sent_seconds(sent, self.view) + avoided / FEMTO
+            if (time := around_time(sent, computing[i], self.view)) is not None:
+                cost[i] += time.total - time.computing
         return cost
 
     def literal(self, n: Node, port: int, options: NDArray[np.int64], number: int) -> Placement:

@@ -125,7 +125,7 @@ class _RingOffer:
         saving."""
         mesh, op = self.domains.mesh, operation_of(self.node.equation)
         flops = np.full(len(options), self.rule.flops)
-        for factor, counts in self.domains.splits(self.signatures, options).items():
+        for factor, counts in self.domains.splits([s.split for s in self.signatures], options).items():
             size = self.sizes[factor]
             flops = flops / (size / -(-size // counts))
         held = [t.local_bytes[r].astype(np.float64) for t, r in zip(self.tables, rows, strict=True)]

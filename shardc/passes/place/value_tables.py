@@ -15,7 +15,6 @@ from shardc.machine.mesh import MeshView
 from shardc.passes.place.problem import Problem, Value, digit_of
 from shardc.sbp.boxing import BoxingTable, all_placements, table_of_some
 from shardc.sbp.placement import ReduceOp
-from shardc.sbp.signature import Signature
 
 
 @lru_cache(maxsize=4096)
@@ -94,10 +93,10 @@ class ValueTables:
             sbps = np.searchsorted([0, 1, *split], sbps)
         return _by_code(rank, self.axes, value.op)[orders, sbps @ (rank + 2) ** np.arange(len(self.axes))]
 
-    def splits(self, signatures: Sequence[Signature], options: NDArray[np.int64]) -> dict[str, NDArray[np.int64]]:
-        """For each factor (choices,) the number of devices that split it."""
-        numbers = {factor: k for k, factor in enumerate(dict.fromkeys(s.split for s in signatures))}
-        by = np.asarray([numbers[s.split] for s in signatures])[options]
+    def splits(self, split: Sequence[str | None], options: NDArray[np.int64]) -> dict[str, NDArray[np.int64]]:
+        """For each factor (choices,) the number of devices that split it. `split`: the factor of each signature."""
+        numbers = {factor: k for k, factor in enumerate(dict.fromkeys(split))}
+        by = np.asarray([numbers[factor] for factor in split])[options]
         return {
             factor: np.where(by == k, self.sizes, 1).prod(-1, dtype=np.int64) for factor, k in numbers.items() if factor
         }

@@ -18,12 +18,13 @@ from shardc.sbp.causal import (
     RESULT,
     SUMS,
     VALUE,
+    is_causal,
+    over_tokens,
     reach_of,
+    token_sends,
+    tokens_held,
     windowed,
     windowed_held,
-    zigzag,
-    zigzag_held,
-    zigzag_sends,
 )
 from shardc.sbp.placement import ReduceOp
 from shardc.sbp.signature import Factors, OperandWindow, Operation, Partials, Rule, linear, rule
@@ -38,7 +39,7 @@ def attention(op: Operation) -> Rule | None:
     """Split by sequences, heads and queries; linear in the values."""
     if not _is_plain(op):
         return None
-    operands, sums = _factors(op, whole="s")
+    operands, sums = _factors(op)
     partials: tuple[Partials, ...] = linear(len(operands), (VALUE,)) if len(op.results) == 1 else ()
     results = (operands[0], sums)[: len(op.results)]
     return _over_tokens(
@@ -58,7 +59,8 @@ def attention_gradients(op: Operation) -> Rule | None:
     given, sums = _factors(op)
     operands, results = (*given, sums, given[0], given[0]), given[: len(op.results)]
     kept = dict.fromkeys(f for factors in results for f in factors if f)
-    reduced: dict[str, ReduceOp | None] = {f: "sum" for f in kept if any(f not in factors for factors in results)}
+    alone = [f for f in kept if f != "s" or _split_of(op) != "zigzag"]
+    reduced: dict[str, ReduceOp | None] = {f: "sum" for f in alone if any(f not in factors for factors in results)}
     partials = linear(len(operands), (COTANGENT,))
     granule = _granule(op, reduced)
     return _over_tokens(
@@ -71,10 +73,11 @@ def attention_gradients(op: Operation) -> Rule | None:
 
 
 def _over_tokens(op: Operation, found: Rule) -> Rule:
-    """The rule with what devices do and send if queries of a causal mask are split."""
+    """The rule with what devices do and send if tokens are split."""
     kind = _split_of(op)
-    if kind == "zigzag":
-        return replace(found, exchanged={"t": zigzag_sends}, across=zigzag, held=zigzag_held)
+    if kind in ("zigzag", "blocks"):
+        split = "t" if kind == "zigzag" else "s"
+        return replace(found, around={"s": "t"}, exchanged={split: token_sends}, across=over_tokens, held=tokens_held)
     if kind == "window":
         gradients, reach = len(op.operands) > COTANGENT, reach_of(op)
         after = [QUERY, SUMS, RESULT, COTANGENT] if gradients else []
@@ -86,11 +89,15 @@ def _over_tokens(op: Operation, found: Rule) -> Rule:
     return found
 
 
-def _split_of(op: Operation) -> Literal["", "zigzag", "window"]:
-    """How devices share the queries of a causal mask; empty if they do not."""
+def _split_of(op: Operation) -> Literal["", "zigzag", "window", "blocks"]:
+    """How devices that share queries do it, where positions count: in zigzag, or with the keys of a window. Blocks meet
+    where nothing is masked. Empty if tokens may not be exchanged."""
     sizes, mask = _sizes(op), op.params["mask_type"].name
-    given = any(math.prod(a.shape) for a in op.operands[_BIAS : _LENGTHS.stop])
-    if not _is_causal(op) or "PADDING" in mask or given or sizes["t"] != sizes["s"]:
+    if "PADDING" in mask or any(math.prod(a.shape) for a in op.operands[_BIAS : _LENGTHS.stop]):
+        return ""
+    if not is_causal(op):
+        return "blocks" if mask == "NO_MASK" else ""
+    if sizes["t"] != sizes["s"]:
         return ""
     if op.params["sliding_window_length"] is not None:
         return "window"
@@ -110,22 +117,13 @@ def _sizes(op: Operation) -> dict[str, int]:
     return {"b": query["b"], "n": query["n"], "t": query["t"], "s": key["t"], "k": key["n"]}
 
 
-def _is_causal(op: Operation) -> bool:
-    return "CAUSAL" in op.params["mask_type"].name or op.params["sliding_window_length"] is not None
-
-
-def _factors(op: Operation, whole: str = "") -> tuple[tuple[Factors, ...], Factors]:
-    """Factors of the operands that attention and gradients share, and of the sums of exponentials.
-
-    Args:
-      whole: factors that are not split, besides positions that a mask counts.
-    """
+def _factors(op: Operation) -> tuple[tuple[Factors, ...], Factors]:
+    """Factors of the operands that attention and gradients share, and of the sums of exponentials."""
     sizes, row, kind = _sizes(op), _ROWS[op.params["layout"]], _split_of(op)
-    masked = "ts" if _is_causal(op) or op.params["mask_type"].name != "NO_MASK" else ""
-    masked = masked.replace("t", "") if kind else masked
+    whole = "" if kind or (not is_causal(op) and op.params["mask_type"].name == "NO_MASK") else "ts"
 
     def factors(letters: str) -> Factors:
-        return tuple(None if f in "_" + whole + masked else f for f in letters)
+        return tuple(None if f in "_" + whole else f for f in letters)
 
     key = row if kind == "window" else row.replace("t", "s")
     key = key.replace("n", "_" if sizes["k"] == 1 < sizes["n"] else "n")
@@ -149,7 +147,7 @@ def _pairs(op: Operation) -> float:
     sizes = _sizes(op)
     queries, keys = sizes["t"], sizes["s"]
     pairs = queries * keys
-    if _is_causal(op):
+    if is_causal(op):
         most = min(queries, keys, op.params["sliding_window_length"] or keys)
         pairs = most * (most + 1) // 2 + (queries - most) * most
     return float(sizes["b"] * sizes["n"] * pairs * op.operands[0].shape[-1])

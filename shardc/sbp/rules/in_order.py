@@ -85,7 +85,8 @@ def in_order(op: Operation) -> Rule:
         _without(found, whole),
         reduced={f: None for f in sums if f == summed},
         exchanged={f: ordered.sent for f in sums if f == summed},
-        granule=ordered.grid, partials=(), neutral={}, windows=(), local=local, across=local, held=None, terms=None,
+        granule=ordered.grid, partials=(), neutral={}, windows=(), around={}, local=local, across=local, held=None,
+        terms=None,
         passes=_passes(found, inner, ordered.grid) if found.is_heavy else 0.0,
     )  # fmt: skip
 

@@ -97,6 +97,48 @@ def test_cudnn_on_other_machines_is_an_error_before_anything_runs() -> None:
     assert any("runs on GPUs alone" in note for note in error.value.__notes__)
 
 
+def layer(q: Any, k: Any, v: Any, dy: Any) -> Any:
+    y, pull = jax.vjp(partial(by_jax, implementation="cudnn"), q, k, v)
+    return y, *pull(dy)
+
+
+def rows(tokens: int, heads: int, width: int = 128, dtype: Any = jnp.bfloat16) -> Any:
+    return jax.ShapeDtypeStruct((1, tokens, heads, width), dtype)
+
+
+@pytest.mark.parametrize(("tokens", "around"), [(131072, True), (32768, False)])
+def test_keys_go_around_a_ring_where_the_kernels_hide_it(tokens: int, around: bool) -> None:
+    mesh = shardc.make_mesh(topology="h100:8x8", seq=64)
+    pins = ({"seq": S(1)},) * 4
+    step = shardc.function(layer, mesh=mesh, in_placements=pins, out_placements=pins)
+    plan = step.plan(rows(tokens, 32), rows(tokens, 4), rows(tokens, 4), rows(tokens, 32))
+    assert ({c.kind for c in plan.collectives} == {"permute"}) == around
+    query, sums, keys = (tokens // 64 * n for n in (32 * 128 * 2, 32 * 4, 2 * 4 * 128 * 2))
+    if around:  # rows of queries are dealt out or sent back six times; keys go around, in the gradients with sums
+        assert plan.bytes_per_device == 6 * query + 2 * sums + (3 * 64 + 2) * keys
+        hidden = [o for o in plan.overlaps if o.kind == "ring"]
+        assert [o.bytes for o in hidden] == [63 * keys, 2 * 63 * keys]
+        assert sum(o.hidden for o in hidden) == pytest.approx(plan.time.overlapped_rings)
+        assert plan.time.overlapped_rings > 0.85 * sum(o.seconds for o in hidden)
+        assert plan.memory.peak < 16 * query
+
+
+@pytest.mark.sampled(0)
+def test_a_ring_on_a_mesh_gives_what_one_device_gives(compiled_fast: None) -> None:
+    mesh, pins = shardc.make_mesh(a=2, seq=4), ({"a": S(1), "seq": S(1)},) * 4
+    gathers = ["all_gather", "all_reduce", "all_to_all", "reduce_scatter"]
+    ours = shardc.function(
+        layer, mesh=mesh, in_placements=pins, out_placements=pins, forbid=dict.fromkeys(("a", "seq"), gathers)
+    )
+    args = [jax.random.normal(jax.random.key(i), (1, 32, n, 8), jnp.float16) for i, n in enumerate((4, 2, 2, 4))]
+    with traced():
+        got, wanted = ours(*args), jax.jit(layer)(*args)
+        assert ours.compile(*args).audit().ok
+    for a, b in zip(got, wanted, strict=True):
+        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+        assert jnp.abs(a - b).max() <= 0.01 * jnp.abs(b).max()
+
+
 @pytest.mark.sampled
 @pytest.mark.parametrize("heads", [4, 2, 1])
 @pytest.mark.parametrize("mask", [{}, {"is_causal": True}, {"is_causal": True, "local_window_size": (5, 0)}])
