@@ -111,7 +111,8 @@ class Domains(ValueTables):
 
     def rings(self, n: Node) -> NDArray[np.bool_] | None:
         """(choices, axes) whether a choice has a ring there; None if none has."""
-        found = self.of[n.number].options >= len(n.options)
+        around = np.asarray([*(s.around is not None for s in n.options), True])  # of a product they come last
+        found = around[np.minimum(self.of[n.number].options, len(n.options))]
         return found if found.any() else None
 
     def _domain(self, n: Node) -> Domain:
