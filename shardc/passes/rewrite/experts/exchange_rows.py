@@ -27,7 +27,6 @@ from shardc.compat import Atom, Eqn, Jaxpr, Var
 from shardc.ir.nested import bodies_of, with_bodies
 from shardc.ir.program import Program
 from shardc.ir.walk import operation_of, renamed
-from shardc.machine.mesh import MeshView
 from shardc.passes import Context
 from shardc.passes.rewrite.experts import routes
 from shardc.passes.rewrite.experts.find_region import CROSSING, Inside, Region, find_regions
@@ -74,14 +73,15 @@ def _exchanged(jaxpr: Jaxpr, axes_of: AxesOf, context: Context) -> Jaxpr:
     seen: set[Var] = set()
     while (region := next((r for r in find_regions(jaxpr) if r.sizes not in seen), None)) is not None:
         seen.add(region.sizes)
-        if (grid := _grid_of(region, axes_of, context.view)) is not None:
+        if (grid := _grid_of(region, axes_of, context)) is not None:
             jaxpr = _Exchange(jaxpr, region, grid, context.replicate).run()
     return jaxpr
 
 
-def _grid_of(region: Region, axes_of: AxesOf, mesh: MeshView) -> Grid | None:
+def _grid_of(region: Region, axes_of: AxesOf, context: Context) -> Grid | None:
     """The devices that exchange the rows of a region: those that split the groups by their pins, else those that split
     the rows outside, else all."""
+    mesh = context.view
     sources = [e.invars[0] for e, i in region.eqns.items() if i.kind == "look up"]
     rows = next((axes for x in sources if not compat.is_literal(x) and (axes := axes_of(x, 0))), ())
     owners = next((axes for w, dim in region.weights if (axes := axes_of(w, dim))), ())
@@ -92,7 +92,7 @@ def _grid_of(region: Region, axes_of: AxesOf, mesh: MeshView) -> Grid | None:
     replicas = math.prod(mesh.sizes[a] for a in rows if a not in owners)
     if n < 2 or n > region.groups or region.rows < n * replicas:
         return None
-    return Grid(replicas, n, region.groups, region.rows)
+    return Grid(replicas, n, region.groups, region.rows, context.imbalance)
 
 
 @dataclass(frozen=True)

@@ -186,7 +186,7 @@ def test_experts_on_64_devices_send_their_rows_and_nothing_else():
     assert plan.worst_bytes_per_device > 30 * balanced
     text = str(plan.explain())
     assert "if sorted rows fit their exchange, else" in text
-    assert "exchange_rows taken" in text
+    assert "exchange_rows for imbalance=1.25 taken" in text
 
 
 def test_top_8_of_256_is_near_what_balanced_rows_take():
@@ -196,8 +196,10 @@ def test_top_8_of_256_is_near_what_balanced_rows_take():
 
 def test_a_saved_plan_is_the_same_exchange(tmp_path):
     given = inputs(512)
-    placed = run(added, "8", TOKENS["8"])
-    plan = placed.plan(*given)
+    plan = run(added, "8", TOKENS["8"], imbalance=2).plan(*given)
+    less = run(added, "8", TOKENS["8"]).plan(*given)
+    assert less.bytes_per_device < plan.bytes_per_device
+    assert "Rows fit: no device gets more than 2 times the mean (imbalance=)" in str(plan.explain())
     plan.save(tmp_path / "plan.json")
     again = run(added, "8", TOKENS["8"], plan=tmp_path / "plan.json")
     assert again.plan(*given).collectives == plan.collectives
