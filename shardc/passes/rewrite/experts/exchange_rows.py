@@ -26,6 +26,7 @@ from shardc import compat
 from shardc.compat import Atom, Eqn, Jaxpr, Var
 from shardc.ir.nested import bodies_of, with_bodies
 from shardc.ir.program import Program
+from shardc.ir.transfer import is_transfer
 from shardc.ir.walk import operation_of, renamed
 from shardc.passes import Context
 from shardc.passes.rewrite.experts import routes
@@ -170,16 +171,19 @@ class _Exchange:
         return compat.new_jaxpr(self.jaxpr.invars, renamed(self.jaxpr.outvars, self.names), self.eqns, self.jaxpr)
 
     def find_levels(self) -> None:
-        """Numbers the parts of the region: a value that leaves one part and comes back is read by a later one."""
+        """Numbers the parts of the region: a value that leaves one part and comes back is read by a later one, as is
+        what follows a send to another stage."""
+        sent = 0
         for eqn in self.jaxpr.eqns:
+            if is_transfer(eqn):
+                sent = max(self.level.values(), default=-1) + 1
             operands = compat.variables(eqn.invars)
             if (inside := self.region.eqns.get(eqn)) is None:
                 level = max((self.after(v) for v in operands), default=0)
                 self.outer |= dict.fromkeys(eqn.outvars, level)
                 continue
-            level = max(
-                (self.level[self.maker[v]] if v in self.region.dims else self.after(v) for v in operands), default=0
-            )
+            read = (self.level[self.maker[v]] if v in self.region.dims else self.after(v) for v in operands)
+            level = max((sent, *read))
             self.level[eqn] = level
             self.outer |= {v: level + 1 for v, d in zip(eqn.outvars, inside.results, strict=True) if d is None}
 

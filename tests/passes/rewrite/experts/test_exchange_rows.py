@@ -163,6 +163,28 @@ def test_few_rows(rows, always):
     check(run(added, "8", TOKENS["8"]), added, *given)
 
 
+@pytest.mark.sampled(0)
+def test_stages_of_a_pipeline_exchange_rows_forwards_and_backwards(monkeypatch):
+    monkeypatch.setattr("shardc.pipeline.place_stages._StageCandidate.is_cheaper", lambda found, other: True)
+    x, scores, w = inputs(128)
+
+    def loss(w: Any, x: Any, scores: Any) -> Any:
+        return jnp.sum(added(shardc.stage_boundary(added(x, scores, w[0])), -scores, w[1]) ** 2)
+
+    def step(w: Any, x: Any, scores: Any) -> Any:
+        return shardc.accumulate(jax.value_and_grad(loss), microbatches=2)(w, x, scores)
+
+    placed = shardc.function(
+        step, mesh=shardc.make_mesh(pipe=2, e=4), pipeline=shardc.Pipeline(),
+        in_placements=([[{"e": S(0)}] * 3] * 2, {"e": S(0)}, {"e": S(0)}),
+    )  # fmt: skip
+    plan = placed.plan([w, w], x, scores)
+    assert all("exchange_rows" in {name for name, _ in stage.plan.program.passed} for stage in plan.stages)
+    got, want = placed([w, w], x, scores), jax.jit(step)([w, w], x, scores)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(np.asarray(a), b, rtol=2e-3, atol=1e-4 * max(1.0, np.abs(b).max()))
+
+
 def large(tokens: int, width: int, hidden: int, count: int, chosen: int, topology: str) -> Any:
     """The plan of a layer on 64 devices that are not there."""
 
