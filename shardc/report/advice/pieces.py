@@ -16,6 +16,7 @@ from shardc.ir.walk import bytes_of, operation_of, short_aval, work_dtype
 from shardc.passes.estimate.plan_cost import EquationCost, equation_costs
 from shardc.plan.names import Names, ValueName, names_of
 from shardc.plan.plan import PlacedProgram
+from shardc.sbp.cost import FEMTO, group_of
 from shardc.sbp.signature import find_rule
 from shardc.sbp.sub_axes import in_whole_axes
 
@@ -58,6 +59,7 @@ class TimePiece:
       of: what pieces have in common that are one cost: axes, or the name of an operation.
       seconds: that it adds to the call.
       hidden: more of it, that overlaps with computing.
+      latency: the part of both that does not depend on how many bytes move.
       name: the operation, or the value that moves.
       reader: of what moves, the operation that reads it.
       value: the type of the value that moves, or of the largest result.
@@ -74,6 +76,7 @@ class TimePiece:
     of: tuple[str, ...]
     seconds: float
     hidden: float = 0.0
+    latency: float = 0.0
     name: ValueName = field(default_factory=lambda: ValueName("value", ""))
     reader: ValueName | None = None
     value: str = ""
@@ -115,7 +118,7 @@ def seconds_of(pieces: Iterable[TimePiece]) -> float:
 
 def _repeated(p: TimePiece, times: int) -> TimePiece:
     moves = [replace(c, bytes=c.bytes * times, count=c.count * times) for c in p.moves]
-    parts = {"seconds": p.seconds * times, "hidden": p.hidden * times, "computes": p.computes * times}
+    parts = {name: getattr(p, name) * times for name in ("seconds", "hidden", "latency", "computes")}
     return replace(p, moves=moves, **parts)
 
 
@@ -161,9 +164,11 @@ class _Walk:
             reason, of, reader = self.why_moved(eqn, name, moves)
             src, dst = ("", "") if eqn.primitive is not box_p else self.ends(eqn)
             value = max(moves, key=lambda c: c.bytes).value if moves else ""
+            latency = sum(c.count * group_of(self.mesh, c.axes).latency[c.kind] for c in moves if c.is_known) / FEMTO
             yield TimePiece(
-                reason, of, time.moving - hidden, hidden, name, reader, value, src, dst, moves, self.mesh.size, eqn=eqn
-            )
+                reason, of, time.moving - hidden, hidden, latency, name, reader, value, src, dst, moves, self.mesh.size,
+                eqn=eqn,
+            )  # fmt: skip
         if time.host:
             yield TimePiece("host", (), time.host, name=name, value=short_aval(eqn.outvars[0].aval), eqn=eqn)
         if time.computing:
