@@ -13,6 +13,7 @@ from jax import lax
 
 import shardc
 from shardc import S
+from shardc.errors import ArgumentError
 
 pytestmark = pytest.mark.usefixtures("compiled_fast")
 
@@ -225,6 +226,22 @@ def test_a_saved_plan_is_the_same_exchange(tmp_path):
     plan.save(tmp_path / "plan.json")
     again = run(added, "8", TOKENS["8"], plan=tmp_path / "plan.json")
     assert again.plan(*given).collectives == plan.collectives
+
+
+@pytest.mark.parametrize("imbalance", [0.9, True, "2", float("nan"), float("inf")])
+def test_an_imbalance_is_a_number_of_at_least_1(imbalance):
+    with pytest.raises(ArgumentError, match=r"imbalance=.*a number of 1 or more, as imbalance=1.25"):
+        run(added, "8", None, imbalance=imbalance)
+
+
+def test_an_offset_of_groups_is_jaxs_own_error():
+    def offset(x: Any, scores: Any, w: Any) -> Any:
+        return lax.ragged_dot(x, w[0], jnp.full(EXPERTS, 2, np.int32), group_offset=0)
+
+    given = inputs(32)
+    for fn in (jax.jit(offset), run(offset, "8", TOKENS["8"])):
+        with pytest.raises(NotImplementedError, match="Unimplemented group_offset support"):
+            fn(*given)
 
 
 @pytest.mark.parametrize(
