@@ -19,8 +19,8 @@ Runs: TypeAlias = Literal["after a trace", "if cheaper", "before placing", "in t
 """When a pass runs: on every traced program; if the plan of what it makes is cheaper than the plan without it; on every
 program that is placed; or where the search for a plan calls it with what it has found."""
 IMBALANCE: Final = 1.25
-"""Rows of the busiest device over the mean, for which an exchange of sorted rows has room: the capacity factor of Switch
-Transformers (Fedus et al. 2021, section 2.2), which keeps over 99 % of the tokens there."""
+"""Rows of the busiest device over the mean, for which an exchange of sorted rows has room: the capacity factor of
+Switch Transformers (Fedus et al. 2021, section 2.2), which keeps over 99 % of the tokens there."""
 
 
 class Choices(Protocol):
@@ -231,7 +231,7 @@ PASSES: Final[tuple[Pass, ...]] = (
     Pass(
         "exchange_rows",
         f"{_REWRITE}.experts.exchange_rows",
-        "program, pins, mesh",
+        "program, pins, mesh, imbalance",
         "program",
         "y = x.at[i].set(ragged_dot(x[i], w, n)) --> y = cond fits (rows to their groups and back) (as before)",
         runs="if cheaper",

@@ -330,7 +330,8 @@ def _moves(plan: PlanView) -> Section:
     when = ["if"] * branches
     columns = (*["stages"] * staged, "collective", "over", "value", "from", "to", ">times", ">bytes", *when, "made by")
     which = ": bytes that each device of one stage" if staged else ", in program order: bytes that each device"
-    room = f"Rows fit: no device gets more than {plan.request.imbalance:g} times the mean (imbalance=), and what chance adds."
+    most = f"{plan.request.imbalance:g} times the mean (imbalance=), and what chance adds"
+    room = f"Rows fit: no device gets more than {most}."
     return Section(f"{title}{which} sends in one call", columns, rows, [room] * branches)
 
 

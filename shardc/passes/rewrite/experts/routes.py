@@ -64,7 +64,8 @@ class Grid:
     @property
     def capacity(self) -> int:
         """Sorted rows that a device has room for."""
-        return max(room(self.imbalance * self.rows / self.devices, self.devices, self.rows), -(-self.rows // self.devices))
+        mean = self.rows / self.devices
+        return max(room(self.imbalance * mean, self.devices, self.rows), math.ceil(mean))
 
     def block(self, rows: int) -> int:
         """Rows of a device outside, of `rows` in all."""
