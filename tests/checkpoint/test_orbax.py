@@ -39,7 +39,7 @@ def finish(writer):
 
 
 def test_pieces(writer, tmp_path, monkeypatch):
-    monkeypatch.setattr(orbax, "FILE_CHUNK", 48)
+    monkeypatch.setattr(orbax, "READ", 48)
     x = np.arange(40, dtype=np.int32).reshape(8, 5)
     sharded = jax.device_put(x, jax.NamedSharding(make_mesh(a=4), jax.P("a")))
     start(writer, tmp_path / "0", {"x": sharded, "0.1": np.float32(3), "z": np.full(3, -0.0), "one": x})
