@@ -684,7 +684,7 @@ def function(  # noqa: PLR0913  # a public face
         dimension of an operation, a power of two; True is 8. Not for pipelines.
       imbalance: of experts that drop no token: rows of the busiest device over the mean, for which the buffers have
         room. A call with more runs as the program was written, which drops none either. At least 1; more takes more
-        memory and sends more.
+        memory and sends more. A saved plan keeps its own.
 
     Returns:
       A `Function`: called like `fn`, with `.plan(...)` and `.compile(...)`.

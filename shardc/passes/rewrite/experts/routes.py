@@ -219,7 +219,6 @@ def _taken(x: Any, rows: Any) -> Any:
 
 def _writer(adds: bool) -> Callable[[Any, Any, Any], Any]:
     def write(base: Any, rows: Any, x: Any) -> Any:
-        rows, x = rows.reshape(-1), x.reshape(-1, *base.shape[1:])
         return base.at[rows].add(x, mode="drop") if adds else base.at[rows].set(x, mode="drop", unique_indices=False)
 
     return write
