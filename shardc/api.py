@@ -48,7 +48,7 @@ from shardc.ir.user_shard_map import explicit_mesh_of
 from shardc.ir.walk import all_eqns
 from shardc.machine.ahead import with_devices
 from shardc.machine.mesh import AnyMesh, as_it_is_set, auto_mesh, meshes_along, view, without_mesh
-from shardc.passes import after_trace
+from shardc.passes import IMBALANCE, after_trace
 from shardc.passes.rewrite.fix_order import sums_in_parts
 from shardc.passes.rewrite.share_loops import devices_along
 from shardc.passes.trace.canonicalize import EVERY
@@ -442,7 +442,7 @@ class Function:
         mesh = self._view if self._ranks is None else replace(self._view, avoids=self._forbidden)
         asked = (
             program, mesh, arguments, out.pins, notes, self._view.limit, where, tree, self._options.replicate,
-            bool(self._forbidden), self._options.on_host,
+            bool(self._forbidden), self._options.on_host, self._options.imbalance,
         )  # fmt: skip
         if self._ranks is None:
             request = Request(*asked)
@@ -643,6 +643,7 @@ def function(  # noqa: PLR0913  # a public face
     offload: str | Sequence[str] = "never",
     check: Literal["never", "first"] = "never",
     deterministic: bool | int = False,
+    imbalance: float = IMBALANCE,
     **unknown: Any,
 ) -> Any:
     """Makes a function of one device run on a mesh.
@@ -681,6 +682,9 @@ def function(  # noqa: PLR0913  # a public face
       deterministic: sums are added in an order that no mesh changes: results are equal to the bit on every mesh of the
         same machines, of one device too, and in any number of processes. An int is the most devices that may share a
         dimension of an operation, a power of two; True is 8. Not for pipelines.
+      imbalance: of experts that drop no token: rows of the busiest device over the mean, for which the buffers have
+        room. A call with more runs as the program was written, which drops none either. At least 1; more takes more
+        memory and sends more. A saved plan keeps its own.
 
     Returns:
       A `Function`: called like `fn`, with `.plan(...)` and `.compile(...)`.
@@ -706,7 +710,7 @@ def function(  # noqa: PLR0913  # a public face
     """
     options = Options(
         mesh, in_placements, out_placements, donate_argnames, static_argnames, pipeline, plan, replicate, forbid,
-        offload, check, deterministic, donate_argnums, static_argnums,
+        offload, check, deterministic, imbalance, donate_argnums, static_argnums,
     )  # fmt: skip
     return decorated(function, (fn, *unnamed), unknown, options, function_of)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import Enum
@@ -17,6 +18,7 @@ from shardc import compat
 from shardc.calls.openers import OpenArguments
 from shardc.errors import ArgumentError, MeshError, PipelineError, all_offenders, did_you_mean
 from shardc.machine.mesh import AnyMesh, MeshView, auto_mesh, meshes_along
+from shardc.passes import IMBALANCE
 from shardc.passes.trace.pins import is_leaf_spec, says_names
 from shardc.passes.trace.trace import Arguments
 from shardc.pipeline.options import Pipeline
@@ -59,6 +61,7 @@ class Options:
     offload: Any = "never"
     check: Any = "never"
     deterministic: bool | int = False
+    imbalance: float = IMBALANCE
     donate_argnums: Any = ()
     static_argnums: Any = ()
     all_constant: bool = False
@@ -80,6 +83,7 @@ class Options:
                 f'check={self.check!r}: write "first", which holds the first call against one device, or "never".'
             )
         self._check_deterministic()
+        self._check_imbalance()
         saved = self.saved
         lines = [
             f"{option}={getattr(self, option)!r}: write names, as {option}=('w',)"
@@ -112,6 +116,15 @@ class Options:
             raise ArgumentError(
                 f"{said}: {self.in_placements} sums each gradient in an all-reduce, which adds in an order of its own. "
                 'Pin the batch instead, with in_placements={"batch": {"data": S(0)}}.'
+            )
+
+    def _check_imbalance(self) -> None:
+        said: Any = self.imbalance
+        is_number = isinstance(said, int | float) and not isinstance(said, bool)
+        if not (is_number and 1 <= said < math.inf):
+            raise ArgumentError(
+                f"imbalance={said!r}: write the rows of the busiest device over the mean, for which experts have room: "
+                f"a number of 1 or more, as imbalance={IMBALANCE}."
             )
 
     @cached_property

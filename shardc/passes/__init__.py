@@ -18,6 +18,9 @@ from shardc.sbp.placement import Pin
 Runs: TypeAlias = Literal["after a trace", "if cheaper", "before placing", "in the search"]
 """When a pass runs: on every traced program; if the plan of what it makes is cheaper than the plan without it; on every
 program that is placed; or where the search for a plan calls it with what it has found."""
+IMBALANCE: Final = 1.25
+"""Rows of the busiest device over the mean, for which an exchange of sorted rows has room: the capacity factor of
+Switch Transformers (Fedus et al. 2021, section 2.2), which keeps over 99 % of the tokens there."""
 
 
 class Choices(Protocol):
@@ -49,6 +52,7 @@ class Context:
       replicate: primitives without a rule that get no signatures.
       known: the choices of a saved plan; None: they are to be made.
       grain: chunks of a dimension, at most, whose sums have a fixed order; 0: no order is asked for.
+      imbalance: rows of the busiest device over the mean, for which an exchange of sorted rows has room.
     """
 
     mesh: MeshView | None = None
@@ -56,6 +60,7 @@ class Context:
     replicate: Sequence[str] = ()
     known: Choices | None = None
     grain: int = 0
+    imbalance: float = IMBALANCE
 
     @property
     def view(self) -> MeshView:
@@ -226,7 +231,7 @@ PASSES: Final[tuple[Pass, ...]] = (
     Pass(
         "exchange_rows",
         f"{_REWRITE}.experts.exchange_rows",
-        "program, pins, mesh",
+        "program, pins, mesh, imbalance",
         "program",
         "y = x.at[i].set(ragged_dot(x[i], w, n)) --> y = cond fits (rows to their groups and back) (as before)",
         runs="if cheaper",

@@ -153,8 +153,9 @@ class StagePlacer:
         ]
         results = [self._results[i] for i in s.results]
         request = Request(
-            s.program, mesh, arguments, results, replicate=self._request.replicate, forbids=bool(mesh.avoids)
-        )
+            s.program, mesh, arguments, results, replicate=self._request.replicate, forbids=bool(mesh.avoids),
+            imbalance=self._request.imbalance,
+        )  # fmt: skip
 
         def candidate(asked: Request) -> _StageCandidate | None:
             stage = s if asked.program is s.program else rewritten_stage(s, asked.program)
@@ -165,8 +166,8 @@ class StagePlacer:
 
 
 def rewritten_stage(s: StageProgram, program: Program) -> StageProgram | None:
-    """The stage with a rewritten program; None if this has lost the loop over microbatches. A new operation belongs to
-    the first task that reads it."""
+    """The stage with a rewritten program; None if this has lost the loop over microbatches, or an operation of one task
+    reads what a later one makes. A new operation belongs to the first task that reads it."""
     loop = next((e for e in program.jaxpr.eqns if e.primitive.name == "scan" and is_loop(e, s)), None)
     if loop is None:
         return None if s.tasks else replace(s, program=program)
@@ -182,6 +183,8 @@ def rewritten_stage(s: StageProgram, program: Program) -> StageProgram | None:
         at = max((tasks[a] for a in compat.variables(eqn.invars) if a in tasks), default=first)
         for v in eqn.outvars:
             tasks.setdefault(v, at)
+        if eqn.outvars and tasks[eqn.outvars[0]] < at:
+            return None
     return replace(s, program=program, tasks=tasks)
 
 

@@ -43,6 +43,7 @@ def replay(saved: SavedPlan, request: Request) -> SpmdPlan:
         not kept; or the file was changed so that it is no plan.
     """
     pins = {path: Pin(saved.arguments[path].placement) for path in saved.pinned if path in saved.arguments}
+    request = replace(request, imbalance=saved.imbalance)
     mesh, context = request.mesh, replace(request.context, pins=list(map(pins.get, request.program.in_paths)))
     where = f"{saved.name} is not a plan of {request.program.name} as it is called"
     if saved.rows is None:

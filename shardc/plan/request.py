@@ -15,7 +15,7 @@ from shardc.ir.constrain import constrain_p
 from shardc.ir.program import Program
 from shardc.ir.walk import renamed, with_atoms
 from shardc.machine.mesh import MeshView
-from shardc.passes import Context
+from shardc.passes import IMBALANCE, Context
 from shardc.sbp.placement import Pin, Placement
 
 Offload: TypeAlias = Literal["never", "auto"] | tuple[str, ...]
@@ -110,6 +110,7 @@ class Request:
       forbids: whether `forbid=` names something. Then a result that may be an argument of the next call is placed where
         that call can take it without a forbidden move.
       offload: what may live on the host: "never", "auto", or the arguments whose paths match these patterns.
+      imbalance: rows of the busiest device over the mean, for which an exchange of sorted rows has room.
     """
 
     program: Program
@@ -123,11 +124,12 @@ class Request:
     replicate: tuple[str, ...] = ()
     forbids: bool = False
     offload: Offload = "never"
+    imbalance: float = IMBALANCE
 
     @property
     def context(self) -> Context:
         """The knowledge that passes have of it."""
-        return Context(self.mesh, [a.pin for a in self.arguments], self.replicate)
+        return Context(self.mesh, [a.pin for a in self.arguments], self.replicate, imbalance=self.imbalance)
 
     @property
     def on_host(self) -> tuple[str, ...]:

@@ -22,6 +22,7 @@ from shardc.ir.constrain import constrain_p
 from shardc.ir.program import Program
 from shardc.ir.walk import short_aval
 from shardc.machine.mesh import MeshView
+from shardc.passes import IMBALANCE
 from shardc.passes.trace.pins import Rules
 from shardc.plan.digest import digests
 from shardc.plan.plan import SpmdPlan
@@ -81,6 +82,7 @@ class SavedPlan:
       name: the file's, or the function's.
       offloaded: the values that live on the host (`Offloaded.names`).
       cuts: the devices of the sub-axes of each axis that is cut, `{"data": [4, 2]}`; rows name these.
+      imbalance: that of the buffers of sorted rows (`exchange_rows`).
       code: what XLA made of it, if it was saved too.
     """
 
@@ -102,6 +104,7 @@ class SavedPlan:
     name: str
     offloaded: Sequence[str] = ()
     cuts: Mapping[str, Sequence[int]] = field(default_factory=dict[str, "Sequence[int]"])
+    imbalance: float = IMBALANCE
     code: MachineCode | None = None
 
     @cached_property
@@ -143,6 +146,7 @@ def record(plan: SpmdPlan) -> SavedPlan:
         recomputed_for_speed=plan.recomputed_for_speed.names if plan.recomputed_for_speed else (),
         offloaded=plan.offloaded.names if plan.offloaded else (),
         cuts={axis: tuple(mesh.sizes[a] for a in names) for axis, names in mesh.cuts},
+        imbalance=plan.request.imbalance,
         rows=tuple(rows_of(jaxpr.eqns, jaxpr.outvars, placements)[len(entries) :]),
     )  # fmt: skip
 
@@ -171,8 +175,8 @@ _text: Final = partial(json.dumps, ensure_ascii=False, default=placement_word)
 def to_json(saved: SavedPlan) -> str:
     """The text of a file: the attributes in their order, a leaf or an operation to a line."""
     data = {f.name: getattr(saved, f.name) for f in fields(saved) if f.name not in ("name", "code")}
-    for name in ("offloaded", "cuts"):
-        if not data[name]:
+    for name in ("offloaded", "cuts", "imbalance"):
+        if data[name] in ((), {}, IMBALANCE):
             del data[name]  # files of plans without them are as they always were
     return "{\n" + ",\n".join(f' "{k}": {_lines(v)}' for k, v in {"shardc plan": FORMAT, **data}.items()) + "\n}\n"
 
@@ -199,8 +203,8 @@ def from_json(text: str, name: str) -> SavedPlan:
         made = data.pop("shardc plan")
         if made == FORMAT:
             cheaper = data.pop("cheaper", [])  # the name that `recomputed_for_speed` had
-            data = {"offloaded": [], "cuts": {}, "recomputed_for_speed": cheaper, **data}
-            return typed(SavedPlan, {**data, "name": name, "code": None}, {Placement: _placement})
+            known = {"offloaded": [], "cuts": {}, "imbalance": IMBALANCE, "recomputed_for_speed": cheaper}
+            return typed(SavedPlan, {**known, **data, "name": name, "code": None}, {Placement: _placement})
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         why = f"it has no {error}" if isinstance(error, KeyError) else error
         wrong = f"{name} is no plan that shardc saved, or was changed so that it is none: {str(why).rstrip('.')}."

@@ -232,7 +232,8 @@ def _rewrites(plan: SpmdPlan) -> Iterator[str]:
         best = taken or min(tried, key=lambda t: t.seconds)
         now, then = _fits(best.seconds), _fits(best.before)
         times = f"{now} instead of {then}" if now != then else "it takes as long"
-        texts.append(f"{name} {'' if taken else 'not '}taken: {times}")
+        room = f" for imbalance={plan.request.imbalance:g}" * (name == "exchange_rows")
+        texts.append(f"{name}{room} {'' if taken else 'not '}taken: {times}")
     if texts:
         yield f"Rewrites of the program, each planned and compared: {'; '.join(texts)}."
 
@@ -329,7 +330,9 @@ def _moves(plan: PlanView) -> Section:
     when = ["if"] * branches
     columns = (*["stages"] * staged, "collective", "over", "value", "from", "to", ">times", ">bytes", *when, "made by")
     which = ": bytes that each device of one stage" if staged else ", in program order: bytes that each device"
-    return Section(f"{title}{which} sends in one call", columns, rows)
+    most = f"{plan.request.imbalance:g} times the mean (imbalance=), and what chance adds"
+    room = f"Rows fit: no device gets more than {most}."
+    return Section(f"{title}{which} sends in one call", columns, rows, [room] * branches)
 
 
 def totals(plan: PlanView) -> Section | None:

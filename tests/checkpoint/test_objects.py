@@ -67,7 +67,9 @@ def lengthen(url):
     assert len({key.split("/")[1] for key in keys(url) if "/" in key}) == 2
 
 
-def test_a_run_goes_on(memory):
+@pytest.mark.parametrize("read", [orbax.READ, 8], ids=["whole", "in parts"])
+def test_a_run_goes_on(memory, read, monkeypatch):
+    monkeypatch.setattr(orbax, "READ", read)
     lengthen(memory)
     directory = directory_at(memory)
 
@@ -91,6 +93,7 @@ def test_a_run_goes_on(memory):
 
 @pytest.mark.sampled(0)
 def test_a_run_goes_on_on_s3(monkeypatch):
+    monkeypatch.setattr(orbax, "READ", 8)  # ranges of objects
     server = pytest.importorskip("moto.server").ThreadedMotoServer(ip_address="127.0.0.1", port=0)
     server.start()
     try:
@@ -170,3 +173,6 @@ def test_a_url_of_a_file_is_its_path(tmp_path):
 )
 def test_chunks_lie_in_one_shard(shape, shard, chunk):
     assert orbax.chunk_shape(shape, shard, 4) == chunk
+    part = orbax.part_shape(chunk, 4)
+    assert 4 * np.prod(part) <= orbax.READ or part[0] % 2
+    assert not any(n % p for n, p in zip(chunk, part, strict=True))

@@ -38,11 +38,14 @@ def finish(writer):
     writer.check()
 
 
-def test_pieces(writer, tmp_path):
+def test_pieces(writer, tmp_path, monkeypatch):
+    monkeypatch.setattr(orbax, "READ", 48)
     x = np.arange(40, dtype=np.int32).reshape(8, 5)
     sharded = jax.device_put(x, jax.NamedSharding(make_mesh(a=4), jax.P("a")))
-    start(writer, tmp_path / "0", {"x": sharded, "0.1": np.float32(3), "z": np.full(3, -0.0)})
+    start(writer, tmp_path / "0", {"x": sharded, "0.1": np.float32(3), "z": np.full(3, -0.0), "one": x})
     finish(writer)
+    chunk = orbax._opening(tmp_path / "0", "one").result().chunk_layout.read_chunk.shape
+    assert 4 * np.prod(chunk) <= 48 and not np.any(x.shape % np.array(chunk))  # one device's array, too
     np.testing.assert_array_equal(orbax.read(tmp_path / "0", "x", ((1, 5), (2, 4))), x[1:5, 2:4])
     np.testing.assert_array_equal(orbax.read(tmp_path / "0", "x", ((7, 8),)), x[7:8])  # the rest is whole
     assert orbax.read(tmp_path / "0", "0.1", ()) == 3

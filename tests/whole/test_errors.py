@@ -731,7 +731,7 @@ def test_keywords_of_jit_and_others(mesh):
         "in_shardings: write in_placements=, which takes PartitionSpecs and NamedShardings too.",
         "out_shardings: write out_placements=, which takes PartitionSpecs and NamedShardings too.",
         "donate_argname: it takes mesh, in_placements, out_placements, donate_argnames, donate_argnums, "
-        "static_argnames, static_argnums, pipeline, plan, replicate, forbid, offload, check, deterministic. "
+        "static_argnames, static_argnums, pipeline, plan, replicate, forbid, offload, check, deterministic, imbalance. "
         'Did you mean "donate_argnames"?',
     )
 

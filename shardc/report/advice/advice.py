@@ -62,7 +62,7 @@ def advice_on(plan: PlanView) -> Advice | None:
 def _cost(asked: Asked, pieces: Sequence[TimePiece]) -> Cost:
     words, seconds = _WORDS[pieces[0].reason](asked, pieces), seconds_of(pieces)
     changes = tuple(c for c in words.changes if c.is_worth_a_line(seconds))
-    return Cost(seconds, seconds / asked.plan.seconds, words.what, words.why, changes)
+    return Cost(words.what, words.why, changes, seconds, seconds / asked.plan.seconds)
 
 
 def call_pieces(plan: PlanView) -> list[TimePiece]:

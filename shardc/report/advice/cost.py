@@ -51,7 +51,13 @@ class Change:
 
 @dataclass(frozen=True)
 class Words:
-    """The words of a cost: what takes the time, why, and what would change it."""
+    """The words of a cost.
+
+    Attributes:
+      what: takes the time.
+      why: it does.
+      changes: that would lower it.
+    """
 
     what: str
     why: str
@@ -59,22 +65,16 @@ class Words:
 
 
 @dataclass(frozen=True)
-class Cost:
+class Cost(Words):
     """One of the largest costs of a plan.
 
     Attributes:
       seconds: of a call that it takes; what overlaps with computing is not counted.
       share: of the call.
-      what: takes them.
-      why: it does.
-      changes: that would lower it.
     """
 
     seconds: float
     share: float
-    what: str
-    why: str
-    changes: tuple[Change, ...]
 
     @property
     def figure(self) -> str:

@@ -107,7 +107,7 @@ def _moved(asked: Asked, pieces: Sequence[TimePiece]) -> Iterator[Change]:
 
 
 def of_sum(asked: Asked, pieces: Sequence[TimePiece]) -> Words:
-    half = math.fsum(min(p.seconds, (p.seconds + p.hidden) / 2) for p in pieces if p.value.startswith("f32"))
+    half = math.fsum(min(p.seconds, p.wire / 2) for p in pieces if p.value.startswith("f32"))
     narrow = Change("Float32 sums in bfloat16, with fewer digits (docs/mixed-precision.md)", half, "at most")
     return Words(f"{sent_text(pieces)}, of partial sums", _dearest(pieces), (narrow,) * bool(half))
 

@@ -10,12 +10,13 @@ from typing import Literal, TypeAlias
 
 from shardc import compat
 from shardc.compat import Eqn, Var
-from shardc.ir.box import box_p
+from shardc.ir.box import box_p, boxing_of
 from shardc.ir.collective import Collective
 from shardc.ir.walk import bytes_of, operation_of, short_aval, work_dtype
 from shardc.passes.estimate.plan_cost import EquationCost, equation_costs
 from shardc.plan.names import Names, ValueName, names_of
 from shardc.plan.plan import PlacedProgram
+from shardc.sbp.cost import FEMTO
 from shardc.sbp.signature import find_rule
 from shardc.sbp.sub_axes import in_whole_axes
 
@@ -58,6 +59,7 @@ class TimePiece:
       of: what pieces have in common that are one cost: axes, or the name of an operation.
       seconds: that it adds to the call.
       hidden: more of it, that overlaps with computing.
+      wire: of a boxing, the part of both in which its bytes move: the rest is its start.
       name: the operation, or the value that moves.
       reader: of what moves, the operation that reads it.
       value: the type of the value that moves, or of the largest result.
@@ -74,6 +76,7 @@ class TimePiece:
     of: tuple[str, ...]
     seconds: float
     hidden: float = 0.0
+    wire: float = 0.0
     name: ValueName = field(default_factory=lambda: ValueName("value", ""))
     reader: ValueName | None = None
     value: str = ""
@@ -115,7 +118,7 @@ def seconds_of(pieces: Iterable[TimePiece]) -> float:
 
 def _repeated(p: TimePiece, times: int) -> TimePiece:
     moves = [replace(c, bytes=c.bytes * times, count=c.count * times) for c in p.moves]
-    parts = {"seconds": p.seconds * times, "hidden": p.hidden * times, "computes": p.computes * times}
+    parts = {name: getattr(p, name) * times for name in ("seconds", "hidden", "wire", "computes")}
     return replace(p, moves=moves, **parts)
 
 
@@ -161,13 +164,19 @@ class _Walk:
             reason, of, reader = self.why_moved(eqn, name, moves)
             src, dst = ("", "") if eqn.primitive is not box_p else self.ends(eqn)
             value = max(moves, key=lambda c: c.bytes).value if moves else ""
+            wire = self.wire(eqn) * moves[0].count if eqn.primitive is box_p and moves else 0.0
             yield TimePiece(
-                reason, of, time.moving - hidden, hidden, name, reader, value, src, dst, moves, self.mesh.size, eqn=eqn
-            )
+                reason, of, time.moving - hidden, hidden, wire, name, reader, value, src, dst, moves, self.mesh.size,
+                eqn=eqn,
+            )  # fmt: skip
         if time.host:
             yield TimePiece("host", (), time.host, name=name, value=short_aval(eqn.outvars[0].aval), eqn=eqn)
         if time.computing:
             yield self.work(eqn, name, cost)
+
+    def wire(self, eqn: Eqn) -> float:
+        """Seconds that the links are busy with the bytes of one boxing."""
+        return sum(price.wire for price in boxing_of(eqn, self.mesh).prices) / FEMTO
 
     def ends(self, eqn: Eqn) -> tuple[str, str]:
         src, dst = (str(in_whole_axes(eqn.params[end], self.mesh)) for end in ("src", "dst"))

@@ -26,8 +26,8 @@ from shardc import compat
 from shardc.compat import Atom, Eqn, Jaxpr, Var
 from shardc.ir.nested import bodies_of, with_bodies
 from shardc.ir.program import Program
+from shardc.ir.transfer import is_transfer
 from shardc.ir.walk import operation_of, renamed
-from shardc.machine.mesh import MeshView
 from shardc.passes import Context
 from shardc.passes.rewrite.experts import routes
 from shardc.passes.rewrite.experts.find_region import CROSSING, Inside, Region, find_regions
@@ -74,14 +74,15 @@ def _exchanged(jaxpr: Jaxpr, axes_of: AxesOf, context: Context) -> Jaxpr:
     seen: set[Var] = set()
     while (region := next((r for r in find_regions(jaxpr) if r.sizes not in seen), None)) is not None:
         seen.add(region.sizes)
-        if (grid := _grid_of(region, axes_of, context.view)) is not None:
+        if (grid := _grid_of(region, axes_of, context)) is not None:
             jaxpr = _Exchange(jaxpr, region, grid, context.replicate).run()
     return jaxpr
 
 
-def _grid_of(region: Region, axes_of: AxesOf, mesh: MeshView) -> Grid | None:
+def _grid_of(region: Region, axes_of: AxesOf, context: Context) -> Grid | None:
     """The devices that exchange the rows of a region: those that split the groups by their pins, else those that split
     the rows outside, else all."""
+    mesh = context.view
     sources = [e.invars[0] for e, i in region.eqns.items() if i.kind == "look up"]
     rows = next((axes for x in sources if not compat.is_literal(x) and (axes := axes_of(x, 0))), ())
     owners = next((axes for w, dim in region.weights if (axes := axes_of(w, dim))), ())
@@ -92,7 +93,7 @@ def _grid_of(region: Region, axes_of: AxesOf, mesh: MeshView) -> Grid | None:
     replicas = math.prod(mesh.sizes[a] for a in rows if a not in owners)
     if n < 2 or n > region.groups or region.rows < n * replicas:
         return None
-    return Grid(replicas, n, region.groups, region.rows)
+    return Grid(replicas, n, region.groups, region.rows, context.imbalance)
 
 
 @dataclass(frozen=True)
@@ -170,16 +171,19 @@ class _Exchange:
         return compat.new_jaxpr(self.jaxpr.invars, renamed(self.jaxpr.outvars, self.names), self.eqns, self.jaxpr)
 
     def find_levels(self) -> None:
-        """Numbers the parts of the region: a value that leaves one part and comes back is read by a later one."""
+        """Numbers the parts of the region: a value that leaves one part and comes back is read by a later one, as is
+        what follows a send to another stage."""
+        sent = 0
         for eqn in self.jaxpr.eqns:
+            if is_transfer(eqn):
+                sent = max(self.level.values(), default=-1) + 1
             operands = compat.variables(eqn.invars)
             if (inside := self.region.eqns.get(eqn)) is None:
                 level = max((self.after(v) for v in operands), default=0)
                 self.outer |= dict.fromkeys(eqn.outvars, level)
                 continue
-            level = max(
-                (self.level[self.maker[v]] if v in self.region.dims else self.after(v) for v in operands), default=0
-            )
+            read = (self.level[self.maker[v]] if v in self.region.dims else self.after(v) for v in operands)
+            level = max((sent, *read))
             self.level[eqn] = level
             self.outer |= {v: level + 1 for v, d in zip(eqn.outvars, inside.results, strict=True) if d is None}
 

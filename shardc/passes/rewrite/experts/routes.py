@@ -18,20 +18,18 @@ import numpy as np
 from jax import lax
 
 from shardc.ir.nested import UNLIKELY
+from shardc.passes import IMBALANCE
 
-IMBALANCE: Final = 1.25
-"""Rows of the busiest device over the mean, for which there is room: the capacity factor of Switch Transformers (Fedus
-et al. 2021, section 2.2), which keeps over 99 % of the tokens there."""
 Row: Final = np.int32
 
 
-def room(mean: float, places: int, most: int) -> int:
-    """The capacity of each of `places` that get `mean` rows on average, and never more than `most`.
+def room(expected: float, places: int, most: int) -> int:
+    """The capacity of each of `places` that get `expected` rows, and never more than `most`.
 
-    Bernstein's inequality: rows that come at random with `mean · IMBALANCE` expected ones overflow one of the places in
-    less than a share of `UNLIKELY` of the calls.
+    Bernstein's inequality: rows that come at random overflow one of the places in less than a share of `UNLIKELY` of
+    the calls.
     """
-    expected, risk = mean * IMBALANCE, math.log(places / UNLIKELY)
+    risk = math.log(places / UNLIKELY)
     spread = (risk + math.sqrt(risk * risk + 18 * expected * risk)) / 3
     return max(min(math.ceil(expected + spread), most), 1)
 
@@ -45,12 +43,14 @@ class Grid:
       owners: devices that hold the groups, each an equal number of them.
       groups: their number.
       rows: sorted rows.
+      imbalance: rows of the busiest device over the mean, for which there is room.
     """
 
     replicas: int
     owners: int
     groups: int
     rows: int
+    imbalance: float = IMBALANCE
 
     @property
     def devices(self) -> int:
@@ -64,7 +64,8 @@ class Grid:
     @property
     def capacity(self) -> int:
         """Sorted rows that a device has room for."""
-        return max(room(self.rows / self.devices, self.devices, self.rows), -(-self.rows // self.devices))
+        mean = self.rows / self.devices
+        return max(room(self.imbalance * mean, self.devices, self.rows), math.ceil(mean))
 
     def block(self, rows: int) -> int:
         """Rows of a device outside, of `rows` in all."""
@@ -72,7 +73,8 @@ class Grid:
 
     def slots(self, items: int) -> int:
         """Rows that a device may send to another one, of `items` that are sent in all."""
-        return room(items / (self.devices * self.owners), self.devices * self.owners, items)
+        pairs = self.devices * self.owners
+        return room(self.imbalance * items / pairs, pairs, items)
 
 
 class Places(NamedTuple):
@@ -217,7 +219,6 @@ def _taken(x: Any, rows: Any) -> Any:
 
 def _writer(adds: bool) -> Callable[[Any, Any, Any], Any]:
     def write(base: Any, rows: Any, x: Any) -> Any:
-        rows, x = rows.reshape(-1), x.reshape(-1, *base.shape[1:])
         return base.at[rows].add(x, mode="drop") if adds else base.at[rows].set(x, mode="drop", unique_indices=False)
 
     return write

@@ -13,6 +13,8 @@ from jax import lax
 
 import shardc
 from shardc import S
+from shardc.errors import ArgumentError
+from shardc.passes.rewrite.experts.routes import Grid
 
 pytestmark = pytest.mark.usefixtures("compiled_fast")
 
@@ -163,6 +165,28 @@ def test_few_rows(rows, always):
     check(run(added, "8", TOKENS["8"]), added, *given)
 
 
+@pytest.mark.sampled(0)
+def test_stages_of_a_pipeline_exchange_rows_forwards_and_backwards(monkeypatch):
+    monkeypatch.setattr("shardc.pipeline.place_stages._StageCandidate.is_cheaper", lambda found, other: True)
+    x, scores, w = inputs(128)
+
+    def loss(w: Any, x: Any, scores: Any) -> Any:
+        return jnp.sum(added(shardc.stage_boundary(added(x, scores, w[0])), -scores, w[1]) ** 2)
+
+    def step(w: Any, x: Any, scores: Any) -> Any:
+        return shardc.accumulate(jax.value_and_grad(loss), microbatches=2)(w, x, scores)
+
+    placed = shardc.function(
+        step, mesh=shardc.make_mesh(pipe=2, e=4), pipeline=shardc.Pipeline(),
+        in_placements=([[{"e": S(0)}] * 3] * 2, {"e": S(0)}, {"e": S(0)}),
+    )  # fmt: skip
+    plan = placed.plan([w, w], x, scores)
+    assert all("exchange_rows" in {name for name, _ in stage.plan.program.passed} for stage in plan.stages)
+    got, want = placed([w, w], x, scores), jax.jit(step)([w, w], x, scores)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(np.asarray(a), b, rtol=2e-3, atol=1e-4 * max(1.0, np.abs(b).max()))
+
+
 def large(tokens: int, width: int, hidden: int, count: int, chosen: int, topology: str) -> Any:
     """The plan of a layer on 64 devices that are not there."""
 
@@ -186,7 +210,7 @@ def test_experts_on_64_devices_send_their_rows_and_nothing_else():
     assert plan.worst_bytes_per_device > 30 * balanced
     text = str(plan.explain())
     assert "if sorted rows fit their exchange, else" in text
-    assert "exchange_rows taken" in text
+    assert "exchange_rows for imbalance=1.25 taken" in text
 
 
 def test_top_8_of_256_is_near_what_balanced_rows_take():
@@ -196,11 +220,28 @@ def test_top_8_of_256_is_near_what_balanced_rows_take():
 
 def test_a_saved_plan_is_the_same_exchange(tmp_path):
     given = inputs(512)
-    placed = run(added, "8", TOKENS["8"])
-    plan = placed.plan(*given)
+    plan = run(added, "8", TOKENS["8"], imbalance=2).plan(*given)
+    assert f"[1,8,{Grid(1, 8, EXPERTS, 512 * CHOSEN, 2).capacity},{WIDTH}]" in str(plan.program.jaxpr)
+    assert "Rows fit: no device gets more than 2 times the mean (imbalance=)" in str(plan.explain())
     plan.save(tmp_path / "plan.json")
     again = run(added, "8", TOKENS["8"], plan=tmp_path / "plan.json")
     assert again.plan(*given).collectives == plan.collectives
+
+
+@pytest.mark.parametrize("imbalance", [0.9, True, "2", float("nan"), float("inf")])
+def test_an_imbalance_is_a_number_of_at_least_1(imbalance):
+    with pytest.raises(ArgumentError, match=r"imbalance=.*a number of 1 or more, as imbalance=1.25"):
+        run(added, "8", None, imbalance=imbalance)
+
+
+def test_an_offset_of_groups_is_jaxs_own_error():
+    def offset(x: Any, scores: Any, w: Any) -> Any:
+        return lax.ragged_dot(x, w[0], jnp.full(EXPERTS, 2, np.int32), group_offset=0)
+
+    given = inputs(32)
+    for fn in (jax.jit(offset), run(offset, "8", TOKENS["8"])):
+        with pytest.raises(NotImplementedError, match="Unimplemented group_offset support"):
+            fn(*given)
 
 
 @pytest.mark.parametrize(

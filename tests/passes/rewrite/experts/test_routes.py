@@ -17,9 +17,10 @@ def rng():
 
 def test_room_is_the_mean_with_its_imbalance_and_its_chance():
     assert routes.room(0.0, 1, 10) == 3  # one row in a rare place may meet others
-    assert routes.room(16.0, 4096, 10**6) == pytest.approx(2.9 * 16, rel=0.02)
-    assert routes.room(4096.0, 64, 10**6) < 1.33 * 4096
-    assert routes.room(10.0, 8, 12) == 12
+    assert routes.room(20.0, 4096, 10**6) == pytest.approx(2.9 * 16, rel=0.02)
+    assert routes.room(5120.0, 64, 10**6) < 1.33 * 4096
+    assert routes.room(12.5, 8, 12) == 12
+    assert [Grid(1, 8, 8, 80_000, imbalance).capacity for imbalance in (1, 1.5, 9)] == [10_356, 15_435, 80_000]
 
 
 def _case(replicas: int, owners: int, groups: int, rows: int, outside: int, rng: np.random.Generator):
