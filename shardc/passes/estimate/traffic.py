@@ -2,8 +2,9 @@
 operations.
 
 A light operation is fused into its readers. So a group of them writes only what something else reads: a heavy
-operation, a collective, a loop, the caller. It reads only what no light operation made. All light operations together
-read such a value once, in equal shares. A sum of a product and of what a loop carries is part of the product.
+operation, a collective, a loop, the caller; and what an operation of it updates in place. It reads only what no light
+operation made. All light operations together read such a value once, in equal shares. A sum of a product and of what a
+loop carries is part of the product.
 """
 
 from __future__ import annotations
@@ -137,6 +138,8 @@ def fused_groups(jaxpr: Jaxpr, light: Set[Eqn], same: Set[Eqn], held: Mapping[Va
         put = eqn.invars[UPDATED_OPERAND[name]] if name in UPDATED_OPERAND else None
         for v in eqn.outvars:
             written[v] = held[v if put is None or compat.is_literal(put) else put], number
+        if put is not None:
+            wanted.update(eqn.outvars)
     results = [root.get(a, a) for a in jaxpr.outvars if not compat.is_literal(a)]
     wanted.update([v for v in results if v in written])
     shares = [written[v] for v in wanted]

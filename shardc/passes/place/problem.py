@@ -571,8 +571,8 @@ def _join_sums(found: Mapping[Eqn, Sequence[Eqn]], b: Builder) -> None:
 
 def _add_traffic(value: Value) -> None:
     """Add a value to the memory traffic of the light operations that move its bytes after fusion (`fused_bytes` counts
-    it later). A light maker writes the value if another kind of operation reads it. If another kind of operation made
-    it, all light readers together read it once."""
+    it later). A light maker writes the value if another kind of operation reads it, or if it updates a part of one. If
+    another kind of operation made it, all light readers together read it once."""
     maker = value.maker
     if _says_where(maker):
         return
@@ -585,7 +585,7 @@ def _add_traffic(value: Value) -> None:
                 port = len(r.node.operands)
             if port or name not in UPDATED_OPERAND:
                 r.node.traffic += ((port, 1 / len(light)),)
-    elif len(light) < len(readers):
+    elif len(light) < len(readers) or _name(maker) in UPDATED_OPERAND:
         port = UPDATED_OPERAND.get(_name(maker), len(maker.operands) + value.port)
         maker.traffic += ((port, 1.0),)
 
