@@ -41,6 +41,7 @@ from shardc.passes.rewrite.windows.window_ways import (
     Facts,
     Moved,
     Recipe,
+    convolved,
     cut_dims,
     edges_of,
     full,
@@ -162,6 +163,8 @@ class _Views:
         if out in self.facts.writes:
             return self._written(self.facts.writes[out], eqn)
         way = WAYS.get(eqn.primitive.name)
+        if eqn.primitive.name == "conv_general_dilated":
+            return convolved(self.facts, eqn)
         if (
             way is None
             or not math.prod(shape_of(out))

@@ -17,9 +17,17 @@ from jax import lax
 
 from shardc import compat
 from shardc.compat import Atom, Eqn, Var
-from shardc.ir.ranges import join_ranges_p
+from shardc.ir.ranges import conv_of_ranges_p, join_ranges_p
 from shardc.ir.walk import with_atoms
-from shardc.passes.rewrite.windows.static_windows import Write, is_zero, padded_form, same_as, static_form, write_of
+from shardc.passes.rewrite.windows.static_windows import (
+    Write,
+    adds_ones,
+    is_zero,
+    padded_form,
+    same_as,
+    static_form,
+    write_of,
+)
 from shardc.sbp.rules.slicing import FEW
 from shardc.sbp.signature import Ranges, family_of, is_extended
 
@@ -210,7 +218,7 @@ class Facts:
         mover = _MOVERS.get(name)
         if mover is not None and (found := mover(self, eqn)) is not None and found.dims:
             fits = all(
-                len(r) <= MOST_RANGES and 2 * size <= 3 * n
+                len(r) <= MOST_RANGES and 2 * size <= 3 * max(n, MOST_RANGES)
                 for t in found.terms
                 for r, size, n in zip(t.along, found.shape, shape_of(t.source), strict=True)
             )
@@ -280,6 +288,40 @@ def _joined(facts: Facts, eqn: Eqn) -> Moved | None:
     return _sum_of(shape_of(eqn.outvars[0]), terms) if len({t.source for t in terms}) == 1 else None
 
 
+def _reversed(facts: Facts, eqn: Eqn) -> Moved | None:
+    """A few rows in opposite order, as reflecting padding has them: one range for each row."""
+    found = facts.terms_of(eqn.invars[0])
+    if found is None or any(found.shape[d] > MOST_RANGES for d in eqn.params["dimensions"]):
+        return None
+    for d in eqn.params["dimensions"]:
+        last, terms = found.shape[d] - 1, list[Term]()
+        for t in found.terms:
+            rows = [(last - at - i, start + i) for at, start, stop in t.along[d] for i in range(stop - start)]
+            terms.append(t._replace(along=_with(t.along, d, _merged([(at, i, i + 1) for at, i in rows]))))
+        found = found._replace(terms=tuple(terms))
+    return found
+
+
+def _repeated(facts: Facts, eqn: Eqn) -> Moved | None:
+    """A row that is repeated, as padding does: reshape[3, 9] broadcast[1, 3, 9] row[1, 9]."""
+    above = None if compat.is_literal(eqn.invars[0]) else facts.made.get(eqn.invars[0])
+    if above is None or above.primitive.name != "broadcast_in_dim":
+        return None
+    row, wide, shape = shape_of(above.invars[0]), shape_of(above.outvars[0]), shape_of(eqn.outvars[0])
+    added = [d for d in range(len(wide)) if d not in above.params["broadcast_dimensions"]]
+    grown = [d for d, (k, n) in enumerate(zip(row, shape, strict=False)) if k != n]
+    if len(shape) != len(row) or len(added) != 1 or len(grown) != 1 or added[0] - grown[0] not in (0, 1):
+        return None
+    (d,), found = grown, facts.terms_of(above.invars[0])
+    if found is None or row[d] != 1 or shape[d] > MOST_RANGES or wide[added[0]] != shape[d]:
+        return None
+    terms = [
+        t._replace(along=_with(t.along, d, tuple((i, r[1], r[2]) for i in range(shape[d]) for r in t.along[d])))
+        for t in found.terms
+    ]
+    return Moved(shape, tuple(terms), True)
+
+
 def _added(facts: Facts, eqn: Eqn) -> Moved | None:
     """The sum of two values that are sums of terms, as in gradients of slices, rotations and repeating padding."""
     known = [m for a in eqn.invars if not compat.is_literal(a) and (m := facts.moved.get(a)) is not None]
@@ -290,6 +332,7 @@ def _added(facts: Facts, eqn: Eqn) -> Moved | None:
 
 _MOVERS: Final[Mapping[str, Callable[[Facts, Eqn], Moved | None]]] = {
     "slice": _sliced, "pad": _padded, "concatenate": _joined, "add": _added, "add_any": _added,
+    "rev": _reversed, "reshape": _repeated,
 }  # fmt: skip
 
 
@@ -576,6 +619,33 @@ def _convolution_up(facts: Facts, eqn: Eqn, box: Box) -> Recipe:
     return Recipe([(a, full(a)) for a in eqn.invars], eqn=other, like=eqn)
 
 
+def convolved(facts: Facts, eqn: Eqn) -> Recipe | None:
+    """The recipe of a convolution of an array with wrapped or repeated padding: it reads ranges of the array. None for
+    any other."""
+    (x, kernel), p = eqn.invars, compat.params_of(eqn)
+    spatial = p["dimension_numbers"].lhs_spec[2:]
+    above = None if compat.is_literal(x) else facts.made.get(x)
+    wider = above is not None and above.primitive.name == "broadcast_in_dim" and adds_ones(above)
+    inner = above.invars[0] if above is not None and wider else x
+    at = above.params["broadcast_dimensions"] if above is not None and wider else range(len(shape_of(x)))
+    moved = facts.moves_of(inner)
+    if moved is None or not moved.joins or len(moved.terms) > 1 or any(n != 1 for n in p["lhs_dilation"]):
+        return None
+    ((source, along),) = moved.terms
+    joined = {at[d]: (moved.shape[d], along[d]) for d in moved.dims}
+    if not set(joined) <= set(spatial) or any(facts.odd(source, d) for d in moved.dims):
+        return None
+    shape = list(shape_of(x))
+    for d in moved.dims:
+        shape[at[d]] = shape_of(source)[d]
+    params = {**eqn.params, "joined": tuple(joined.get(d) for d in spatial)}
+
+    def made(value: Any, kernel: Any) -> Any:
+        return conv_of_ranges_p.bind(lax.broadcast_in_dim(value, shape, at) if wider else value, kernel, **params)
+
+    return Recipe([(source, full(source)), (kernel, full(kernel))], made, like=eqn)
+
+
 WAYS: Final[Mapping[str, ViewWay]] = {
     "slice": ViewWay(_slice_homes, _slice_up, _slice_begins),
     "pad": ViewWay(_pad_homes, _pad_up, _pad_begins),
@@ -636,13 +706,15 @@ class Read(NamedTuple):
 
 
 def reads_of(facts: Facts, moved: Moved, box: Box) -> list[Read]:
-    """The views that a view of a sum of terms reads. Of an array that has not the size of its home, ranges are read in
-    views that have."""
+    """The views that a view of a sum of terms reads. Of an elementwise result that has not the size of its home, ranges
+    are read in views that have: each computes it again."""
     dims, found = moved.dims, list[Read]()
+    light = lambda x: (eqn := facts.made.get(x)) is not None and way_of(eqn) is ELEMENTWISE  # noqa: E731
     for source, along in moved.seen(box).terms:
         reads = [Read(source, (), ())]
         for d, (ranges, (lo, hi), n) in enumerate(zip(along, box, shape_of(source), strict=True)):
-            views = _by_views(ranges, n, facts.homes_of(source)[d]) if d in dims else {}
+            home = facts.homes_of(source)[d] if light(source) else Home(n)
+            views = _by_views(ranges, n, home) if d in dims else {}
             parts = {side: ((d, hi - lo, r),) for side, r in views.items()} or {(lo, hi): ()}
             reads = [Read(source, (*r.box, side), (*r.ranges, *more)) for r in reads for side, more in parts.items()]
         found += reads
