@@ -19,11 +19,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final, TypeAlias
 
 from shardc import compat
-from shardc.compat import Eqn, Var
+from shardc.compat import Eqn, Jaxpr, Var
 from shardc.ir.box import Boxed, box_p, boxing_of
 from shardc.ir.constrain import pin_of
+from shardc.ir.nested import bodies_of, trips_of
 from shardc.ir.user_shard_map import is_unit
-from shardc.ir.walk import all_eqns, executions, local_bytes, operation_of
+from shardc.ir.walk import all_eqns, local_bytes, operation_of
 from shardc.machine.mesh import MeshView
 from shardc.sbp.cost import FEMTO, avoided_cost, memory_seconds
 from shardc.sbp.placement import P, Placement, S
@@ -53,7 +54,7 @@ def cut_axes(
       pinned: the placements on the user's mesh, and the shapes, that arguments and results have in any case.
     """
     free, least = MOST_AXES - sum(n > 1 for _, n in mesh.axes), LEAST_SHARE * seconds
-    costs = {e: n * _seconds(e, mesh) for e, n in executions(boxed.jaxpr) if e.primitive is box_p}
+    costs = _costs(boxed.jaxpr, mesh)
     eqns = all_eqns(boxed.jaxpr)
     if free < 1 or not costs or sum(costs.values()) < least or any(map(is_unit, eqns)):
         return {}
@@ -66,6 +67,21 @@ def cut_axes(
             if all(keeps_pieces(p, shape, cut) for p, shape in (*pinned, *inside)):
                 found[axis] = counts
                 free -= len(counts) - 1
+    return found
+
+
+def _costs(jaxpr: Jaxpr, mesh: MeshView, times: int = 1) -> _Boxings:
+    """The seconds of the boxings of a jaxpr, with its loops; of a `cond` those of the branch that a plan's seconds
+    count: the expected one, or the dearest."""
+    found: _Boxings = {}
+    for e in jaxpr.eqns:
+        if e.primitive is box_p:
+            found[e] = times * _seconds(e, mesh)
+        bodies = [_costs(body, mesh, times * trips_of(e)) for body in bodies_of(e)]
+        if e.primitive.name == "cond":
+            bodies = [bodies[-1] if compat.is_expected(e) else max(bodies, key=lambda b: sum(b.values()))]
+        for body in bodies:
+            found |= body
     return found
 
 
@@ -133,12 +149,21 @@ def _reshapes(
 
 
 def _by_boxing(mesh: MeshView, src: Placement, dst: Placement) -> Iterator[tuple[str, int]]:
-    """Each axis that changes what it splits, with the devices of a shorter one that does so too: a part of the longer
-    one can take its place."""
+    """Each axis that changes what it splits, with the devices of a shorter one that does so too, or that comes to lie
+    behind or before such a one: a part of the longer one can take its place."""
     changed = [a for a in mesh.sizes if src[a] != dst[a] and any(isinstance(s, S) for s in (src[a], dst[a]))]
+    exchanged = {a for a in changed if isinstance(src[a], S) and isinstance(dst[a], S)}
+    changed += [a for a in mesh.sizes if src[a] == dst[a] and exchanged & (_before(src, a) ^ _before(dst, a))]
     for axis in changed:
         n = mesh.sizes[axis]
         yield from ((axis, k) for a in changed if 1 < (k := mesh.sizes[a]) < n and n % k == 0)
+
+
+def _before(placement: Placement, axis: str) -> set[str]:
+    """The axes that split the dimension of an axis before it does."""
+    sbp = placement[axis]
+    axes = placement.axes_of(sbp.dim) if isinstance(sbp, S) else (axis,)
+    return set(axes[: axes.index(axis)])
 
 
 def _by_reshape(
