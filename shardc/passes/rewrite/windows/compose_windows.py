@@ -33,20 +33,15 @@ from shardc.ir.program import Program
 from shardc.ir.walk import renamed
 from shardc.passes import Context
 from shardc.passes.rewrite.windows.in_place import in_place, parts_of
+from shardc.passes.rewrite.windows.range_sums import Box, Moved, cut_dims, edges_of, full, shape_of
 from shardc.passes.rewrite.windows.static_windows import Write, constant, fill_of
 from shardc.passes.rewrite.windows.window_ways import (
     ELEMENTWISE,
     WAYS,
-    Box,
     Facts,
-    Moved,
     Recipe,
     convolved,
-    cut_dims,
-    edges_of,
-    full,
     reads_of,
-    shape_of,
     shifted,
     terms_of,
     way_of,

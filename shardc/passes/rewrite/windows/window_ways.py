@@ -10,15 +10,28 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from jax import lax
 
 from shardc import compat
 from shardc.compat import Atom, Eqn, Var
-from shardc.ir.ranges import conv_of_ranges_p, join_ranges_p
+from shardc.ir.ranges import conv_of_ranges_p
 from shardc.ir.walk import with_atoms
+from shardc.passes.rewrite.windows.range_sums import (
+    Box,
+    Moved,
+    Term,
+    cut_dims,
+    from_ranges,
+    full,
+    merged,
+    padded,
+    shape_of,
+    sum_of,
+    with_ranges,
+)
 from shardc.passes.rewrite.windows.static_windows import (
     Write,
     adds_ones,
@@ -30,9 +43,6 @@ from shardc.passes.rewrite.windows.static_windows import (
 )
 from shardc.sbp.rules.slicing import FEW
 from shardc.sbp.signature import Ranges, family_of, is_extended
-
-Box: TypeAlias = tuple[tuple[int, int], ...]
-"""A view of a value: begin and end along each dimension. Both may lie outside of the value."""
 
 MOST_RANGES: Final = 8
 MOST_TERMS: Final = 32
@@ -55,117 +65,6 @@ class Home(NamedTuple):
 
     def moved(self, by: int) -> Home:
         return Home(self.size, self.first + by, self.last + by)
-
-
-class Term(NamedTuple):
-    """Ranges of an array along each of its dimensions. All other elements are zeros."""
-
-    source: Var
-    along: tuple[Ranges, ...]
-
-
-class Moved(NamedTuple):
-    """A value that is a sum of terms.
-
-    Attributes:
-      shape: of the value.
-      terms: the terms.
-      joins: whether a padding, a concatenation or a sum is among the operations that made it, and not slices alone.
-    """
-
-    shape: tuple[int, ...]
-    terms: tuple[Term, ...]
-    joins: bool
-
-    @property
-    def dims(self) -> list[int]:
-        """The dimensions along which a term is not the whole array."""
-        whole = [(t.along, tuple(((0, 0, n),) for n in shape_of(t.source))) for t in self.terms]
-        return [d for d, n in enumerate(self.shape) if any(r[d] != w[d] or n != w[d][0][2] for r, w in whole)]
-
-    def seen(self, box: Box) -> Moved:
-        """The sum of which a view consists."""
-        found: list[Term] = []
-        for source, along in self.terms:
-            cut = tuple(
-                r if side == (0, n) else _within(r, *side) for r, side, n in zip(along, box, self.shape, strict=True)
-            )
-            if all(cut):
-                found.append(Term(source, cut))
-        return Moved(tuple(hi - lo for lo, hi in box), tuple(found), self.joins)
-
-    def placed(self, dim: int, at: int) -> list[Term]:
-        """The terms, moved by `at` elements along a dimension."""
-        return [
-            t._replace(along=_with(t.along, dim, tuple((a + at, start, stop) for a, start, stop in t.along[dim])))
-            for t in self.terms
-        ]
-
-
-def _within(ranges: Ranges, begin: int, end: int) -> Ranges:
-    """The parts of ranges that stand between `begin` and `end`, counted from `begin`."""
-    inside: list[tuple[int, int, int]] = []
-    for at, start, stop in ranges:
-        low, high = max(at, begin), min(at + stop - start, end)
-        if low < high:
-            inside.append((low - begin, start + low - at, start + high - at))
-    return _merged(inside)
-
-
-def _with(along: Sequence[Ranges], dim: int, ranges: Ranges) -> tuple[Ranges, ...]:
-    return (*along[:dim], ranges, *along[dim + 1 :])
-
-
-def _sum_of(shape: tuple[int, ...], terms: Sequence[Term]) -> Moved:
-    """The sum of terms. Terms that differ along one dimension, and do not overlap there, become one, so that there are
-    few."""
-    for d in range(len(shape)):
-        alike: dict[Term, list[tuple[int, int, int]]] = {}
-        for t in terms:
-            alike.setdefault(t._replace(along=_with(t.along, d, ())), []).extend(t.along[d])
-        packed = ((rest, _packed(ranges)) for rest, ranges in alike.items())
-        terms = [t._replace(along=_with(t.along, d, r)) for t, parts in packed for r in parts]
-    return Moved(shape, tuple(terms), True)
-
-
-def _packed(ranges: Sequence[tuple[int, int, int]]) -> list[Ranges]:
-    """Ranges in sets in which none overlap."""
-    found: list[list[tuple[int, int, int]]] = []
-    for one in sorted(ranges, key=lambda r: r[1] - r[2]):
-        free = next((f for f in found if not any(_meet(one, r) for r in f)), None)
-        if free is None:
-            found.append([one])
-        else:
-            free.append(one)
-    return [_merged(f) for f in found]
-
-
-def _meet(a: tuple[int, int, int], b: tuple[int, int, int]) -> bool:
-    return a[0] < b[0] + b[2] - b[1] and b[0] < a[0] + a[2] - a[1]
-
-
-def _merged(ranges: Sequence[tuple[int, int, int]]) -> Ranges:
-    found: list[tuple[int, int, int]] = []
-    for at, start, stop in sorted(ranges):
-        if found and found[-1][2] == start and found[-1][0] + start - found[-1][1] == at:
-            found[-1] = (*found[-1][:2], stop)
-        elif stop > start:
-            found.append((at, start, stop))
-    return tuple(found)
-
-
-def shape_of(atom: Atom) -> tuple[int, ...]:
-    return tuple(int(n) for n in atom.aval.shape)
-
-
-def full(atom: Atom) -> Box:
-    """The view that is the whole value."""
-    return tuple((0, n) for n in shape_of(atom))
-
-
-def cut_dims(atom: Atom, box: Box) -> list[int]:
-    """The dimensions along which a view is not the whole value."""
-    return [d for d, (n, side) in enumerate(zip(shape_of(atom), box, strict=True)) if side != (0, n)]
 
 
 class Facts:
@@ -285,7 +184,7 @@ def _joined(facts: Facts, eqn: Eqn) -> Moved | None:
             return None
         terms += part.placed(d, begin)
         begin += shape_of(a)[d]
-    return _sum_of(shape_of(eqn.outvars[0]), terms) if len({t.source for t in terms}) == 1 else None
+    return sum_of(shape_of(eqn.outvars[0]), terms) if len({t.source for t in terms}) == 1 else None
 
 
 def _reversed(facts: Facts, eqn: Eqn) -> Moved | None:
@@ -297,7 +196,7 @@ def _reversed(facts: Facts, eqn: Eqn) -> Moved | None:
         last, terms = found.shape[d] - 1, list[Term]()
         for t in found.terms:
             rows = [(last - at - i, start + i) for at, start, stop in t.along[d] for i in range(stop - start)]
-            terms.append(t._replace(along=_with(t.along, d, _merged([(at, i, i + 1) for at, i in rows]))))
+            terms.append(t._replace(along=with_ranges(t.along, d, merged([(at, i, i + 1) for at, i in rows]))))
         found = found._replace(terms=tuple(terms))
     return found
 
@@ -316,7 +215,7 @@ def _repeated(facts: Facts, eqn: Eqn) -> Moved | None:
     if found is None or row[d] != 1 or shape[d] > MOST_RANGES or wide[added[0]] != shape[d]:
         return None
     terms = [
-        t._replace(along=_with(t.along, d, tuple((i, r[1], r[2]) for i in range(shape[d]) for r in t.along[d])))
+        t._replace(along=with_ranges(t.along, d, tuple((i, r[1], r[2]) for i in range(shape[d]) for r in t.along[d])))
         for t in found.terms
     ]
     return Moved(shape, tuple(terms), True)
@@ -327,7 +226,7 @@ def _added(facts: Facts, eqn: Eqn) -> Moved | None:
     known = [m for a in eqn.invars if not compat.is_literal(a) and (m := facts.moved.get(a)) is not None]
     if len(known) != 2:
         return None
-    return _sum_of(known[0].shape, (*known[0].terms, *known[1].terms))
+    return sum_of(known[0].shape, (*known[0].terms, *known[1].terms))
 
 
 _MOVERS: Final[Mapping[str, Callable[[Facts, Eqn], Moved | None]]] = {
@@ -629,9 +528,9 @@ def convolved(facts: Facts, eqn: Eqn) -> Recipe | None:
     inner = above.invars[0] if above is not None and wider else x
     at = above.params["broadcast_dimensions"] if above is not None and wider else range(len(shape_of(x)))
     moved = facts.moves_of(inner)
-    if moved is None or not moved.joins or len(moved.terms) > 1 or any(n != 1 for n in p["lhs_dilation"]):
+    if moved is None or not moved.joins or len(moved.terms) != 1 or any(n != 1 for n in p["lhs_dilation"]):
         return None
-    ((source, along),) = moved.terms
+    source, along = moved.terms[0]
     joined = {at[d]: (moved.shape[d], along[d]) for d in moved.dims}
     if not set(joined) <= set(spatial) or any(facts.odd(source, d) for d in moved.dims):
         return None
@@ -662,28 +561,6 @@ WAYS: Final[Mapping[str, ViewWay]] = {
     "reduce_sum": _dims_way(_of_ones, lambda eqn, x, shape: lax.reshape(x, shape)),
     "expand_dims": _dims_way(_of_ones, lambda eqn, x, shape: lax.reshape(x, shape)),
 }
-
-
-def padded(x: Any, fill: Any, widths: Sequence[tuple[int, int, int]]) -> Any:
-    """A padded array, dimension by dimension: views that are alike along the first ones share what is sent there."""
-    for d, width in enumerate(widths):
-        if width != (0, 0, 0):
-            x = lax.pad(x, fill, [width if k == d else (0, 0, 0) for k in range(x.ndim)])
-    return x
-
-
-def from_ranges(x: Any, dim: int, size: int, ranges: Ranges) -> Any:
-    """An array of zeros and of ranges of `x`, by the simplest operation that makes it."""
-    if len(ranges) == 1 and (edge := edges_of(ranges[0], size, x.shape[dim])) is not None:
-        return padded(x, np.zeros((), x.dtype), [(*edge, 0) if d == dim else (0, 0, 0) for d in range(x.ndim)])
-    return join_ranges_p.bind(x, dim=dim, size=size, ranges=ranges)
-
-
-def edges_of(one: tuple[int, int, int], size: int, n: int) -> tuple[int, int] | None:
-    """The padding of an array of `n` elements that gives one range and zeros. None if no padding does."""
-    at, start, stop = one
-    end = at + stop - start
-    return (at - start, size - end - (n - stop)) if (not start or not at) and (stop == n or end == size) else None
 
 
 def shifted(out: Var, held: Box, box: Box, eqn: Eqn | None) -> Recipe:
