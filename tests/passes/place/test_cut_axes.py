@@ -163,6 +163,15 @@ def test_a_user_reads_the_names_of_the_axes():
     assert "data[" not in plan.explain(why="x") and plan.explain(pins=True).count("{data: S(0)}") == 4
 
 
+def test_an_axis_that_is_longer_than_every_dimension_divides_two_of_them():
+    """Regression: four of eight devices sorted, and nothing asked for more, as nothing is moved."""
+    rows = jax.ShapeDtypeStruct((4, 4, 2**16), "float32")
+    in_parts, with_two = (
+        made(lambda x: jnp.sort(x).mean(-1), axes, {}, {}).plan(rows) for axes in ({"a": 8}, {"a": 4, "b": 2})
+    )
+    assert in_parts.mesh.cuts and in_parts.seconds <= 1.01 * with_two.seconds
+
+
 def test_of_two_branches_the_dearer_counts():
     """Regression: what asks for sub-axes was the sum of both, and could be more than the time of a call."""
     moved = lambda x: jnp.sort(x, 0) * jnp.sort(x, 1)  # noqa: E731
