@@ -1,7 +1,8 @@
 """Shares of what could be hidden behind computation that XLA hides on each kind of machine, and options of XLA.
 
 A share is of the seconds that a plan could hide (`shardc/passes/estimate/overlap.py`), by kind of collective; "ring"
-are the permutes of pieces that go around: of a product, or of keys. A kind without a share is waited for. Sources, by the letter:
+are the permutes of pieces that go around: of a product, or of keys. A kind without a share is waited for. Sources, by
+the letter:
   [S] Schedules of the programs of benchmarks/overlap.py, compiled without devices by XLA:GPU of jax 0.12.0.1 (with
       `RING_OPTIONS` where a plan has rings) and by libtpu 0.0.50.1, without flags: seconds of planned collectives that
       have computation between their start and their done, over the seconds that could be hidden.

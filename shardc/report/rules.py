@@ -14,7 +14,7 @@ from jax.extend.core.primitives import add_p
 from jax.extend.random import threefry_prng_impl
 
 from shardc import compat
-from shardc.ir.ranges import join_ranges_p
+from shardc.ir.ranges import conv_of_ranges_p, join_ranges_p
 from shardc.ir.user_operation import signature
 from shardc.ir.walk import operation_of
 from shardc.report.tables import Section, report_text
@@ -40,6 +40,12 @@ EXAMPLES: Final[Mapping[str, Callable[[jax.Array], Any]]] = {
     "cholesky": lambda _: lax.linalg.cholesky(jnp.zeros((2, 4, 4))),
     "concatenate": lambda x: lax.concatenate([x, x], 1),
     "conv_general_dilated": lambda x: lax.conv(jnp.zeros((2, 4, 8, 8)), jnp.zeros((6, 4, 3, 3)), (1, 1), "SAME"),
+    "conv_of_ranges": lambda x: conv_of_ranges_p.bind(
+        jnp.zeros((2, 4, 8, 8)),
+        jnp.zeros((6, 4, 3, 3)),
+        joined=((10, ((0, 0, 1), (1, 0, 8), (9, 7, 8))), (10, ((0, 0, 1), (1, 0, 8), (9, 7, 8)))),
+        **jax.make_jaxpr(EXAMPLES["conv_general_dilated"])(x).eqns[-1].params | {"padding": ((0, 0), (0, 0))},
+    ),
     "convert_element_type": lambda x: x.astype("bfloat16"),
     "dot_general": lambda x: x @ x.T,
     "dot_product_attention_fwd_wrapper": _attention,

@@ -132,7 +132,7 @@ def reading(rule: Rule, w: OperandWindow, setting: Setting) -> Reading | None:
         return None
     reach = _Reach(*(int(n) for n in (w.start, w.step, w.width, w.dilation)))  # padding may be NumPy's integers
     cuts = setting.cut(w.operand, dim), setting.cut(w.by, by_dim)
-    return _range_reading(axes, dim, w.ranges, *cuts) if w.ranges else _reading(axes, dim, reach, *cuts)
+    return _range_reading(axes, dim, w.ranges, reach, *cuts) if w.ranges else _reading(axes, dim, reach, *cuts)
 
 
 class _Reach(NamedTuple):
@@ -174,18 +174,22 @@ def _range_reading(
     axes: tuple[str, ...],
     dim: int,
     ranges: Ranges,
+    reach: _Reach,
     operand: tuple[int, tuple[int, ...]],
     by: tuple[int, tuple[int, ...]],
 ) -> Reading:
-    """The reading of several ranges, each by the devices in whose part of the result it falls."""
+    """The reading of several ranges, each by the devices in whose window it falls."""
     block, count = block_sizes(*operand)[-1], block_sizes(*by)[-1]
     offsets, valid = np.asarray(extents(*by)).T
+    span = (count - 1) * reach.step + reach.width if count else 0
+    begins = offsets * reach.step + reach.start
+    ends = np.where(valid > 0, begins + (valid - 1) * reach.step + reach.width, begins)
     wants: list[tuple[Positions, Positions, Positions]] = []
     for at, start, stop in ranges:
-        origin = offsets + (start - at)
+        origin = begins + (start - at)
         low = np.maximum(origin, start)
-        wants.append((low, np.maximum(np.minimum(origin + valid, stop), low), origin))
-    return Reading(axes, dim, count, count, (0,) * offsets.size, _shifts(extents(*operand), block, wants))
+        wants.append((low, np.maximum(np.minimum(ends + (start - at), stop), low), origin))
+    return Reading(axes, dim, span, span, (0,) * offsets.size, _shifts(extents(*operand), block, wants))
 
 
 def _shifts(

@@ -38,6 +38,8 @@ Partials: TypeAlias = tuple[tuple[ReduceOp | None, ...], ReduceOp]
 """Operands that are partial (None: B), and the partial op of all results."""
 Ranges: TypeAlias = tuple[tuple[int, int, int], ...]
 """(at, start, stop) of ranges of an array that stand in another one from `at` on; there they do not overlap."""
+Joined: TypeAlias = Sequence[tuple[int, Ranges] | None]
+"""For dimensions, how many elements the ranges are joined to; None: the dimension is as it is."""
 Neutral: TypeAlias = Literal["zero", "one", "lowest", "highest"]
 
 
@@ -205,8 +207,8 @@ class OperandWindow:
       dilation: positions are counted with dilation - 1 elements of `fill` between every two elements of the dimension.
       fill: the value outside of the dimension and between its elements: a neutral element, or the number of a scalar
         operand.
-      ranges: in place of `start` ... `dilation`, (at, start, stop) of each range: element r of at ... at + stop - start
-        - 1 reads element r - at + start, and other elements read `fill`.
+      ranges: (at, start, stop) of ranges that make up the dimension that is read, without dilation: its element r of at
+        ... at + stop - start - 1 is element r - at + start of the operand, and other elements are `fill`.
     """
 
     operand: int

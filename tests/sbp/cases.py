@@ -17,7 +17,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.lax import GatherDimensionNumbers, GatherScatterMode, ScatterDimensionNumbers
 
 import shardc
-from shardc.ir.ranges import join_ranges_p
+from shardc.ir.ranges import conv_of_ranges_p, join_ranges_p
 from shardc.sbp.rules.in_order import in_order_p
 from tests import attention_on_cpu
 
@@ -551,6 +551,12 @@ case("join_around", lambda x: join_ranges_p.bind(x, dim=0, size=11, ranges=((0, 
 case("join_few", lambda x: join_ranges_p.bind(x, dim=0, size=9, ranges=((3, 8, 9), (7, 1, 2))), floats(9))
 case("join_inner", lambda x: join_ranges_p.bind(x, dim=0, size=8, ranges=((1, 1, 6),)), bools(8))
 case("join_twice", lambda x: join_ranges_p.bind(x, dim=0, size=8, ranges=((0, 0, 4), (4, 0, 4))), floats(8))
+
+for rows, more in ((3, 0), (7, 2)):  # a layer, and a gradient of weights
+    x, k = floats(2, 3, 7, 5), floats(4, 3, rows, 3)
+    conv_2d = jax.make_jaxpr(partial(lax.conv_general_dilated, window_strides=(1, 1), padding=((0, more), (1, 1))))
+    edges = {"joined": ((9, ((0, 0, 1), (1, 0, 7), (8, 6, 7))), (8, ((0, 1, 5), (4, 1, 5))))}
+    case(f"conv_of_ranges_{rows}", partial(conv_of_ranges_p.bind, **conv_2d(x, k).eqns[0].params, **edges), x, k)
 
 
 # --- cuDNN's attention ---

@@ -38,7 +38,7 @@ NO_OPERANDS = {name for name, (_, args, _) in CASES.items() if not args} | {"iot
 EMPTY = {n for n in CASES if "empty" in n or "nothing" in n or n in ("top_none", "reshape_(0, 3)_(3, 0)")}
 UNBATCHED = {"ragged_inner_alike", "ragged_batched", "reduce", "reduce_window", "reduce_window_two"}
 UNBATCHED |= {n for n in CASES if n.startswith("attention")}  # its empty operands have no batch
-UNBATCHED |= {n for n in CASES if n.startswith("in_order")}  # a pass puts it in after all vmaps
+UNBATCHED |= {n for n in CASES if n.startswith(("in_order", "conv_of"))}  # passes put them in after all vmaps
 """Cases whose primitive has no batching rule for them."""
 
 

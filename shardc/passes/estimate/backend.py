@@ -80,9 +80,9 @@ UPDATES: Final = frozenset((
 LOOKUPS: Final = frozenset(("gather", *UPDATES)) - {"dynamic_update_slice"}
 """Primitives that address rows by index (`find_row_tables`)."""
 
-PRODUCTS: Final = frozenset(("conv_general_dilated", "dot_general"))
+CONVOLUTIONS: Final = frozenset(("conv_general_dilated", "conv_of_ranges"))
 
-CONVOLUTIONS: Final = frozenset(("conv_general_dilated",))
+PRODUCTS: Final = CONVOLUTIONS | {"dot_general"}
 
 
 def kind_of(eqn: Eqn) -> FusionKind:

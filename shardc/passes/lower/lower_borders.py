@@ -361,7 +361,9 @@ class NoisyReplaying(_Noise, ReplayingLowering):
         self.at, self.tape = end, tape
 
 
-_PRODUCTS: Final = frozenset(("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general"))
+_PRODUCTS: Final = frozenset((
+    "dot_general", "conv_general_dilated", "conv_of_ranges", "ragged_dot", "ragged_dot_general",
+))  # fmt: skip
 """Sums of products, which are added up in float32 at least."""
 _SUMS: Final = _PRODUCTS | {
     "reduce_sum", "cumsum", "scatter-add", "scatter_add", "reduce_window_sum", "select_and_scatter_add", "add_any",

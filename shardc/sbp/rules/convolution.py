@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 from shardc.sbp.rules.contraction import bilinear
-from shardc.sbp.signature import OperandWindow, Operation, Rule, Site, rule
+from shardc.sbp.signature import Joined, OperandWindow, Operation, Rule, Site, rule
 
 
-@rule("conv_general_dilated")
+@rule("conv_general_dilated", "conv_of_ranges")
 def convolution(op: Operation) -> Rule:
     """Factors: batch `n`, output features `o`, input features `c` (summed), whole groups `g` of features or of the
     batch. Along space the positions of the result `x`, each of which reads a window; or, if the kernel is larger than
@@ -59,17 +59,23 @@ def _space(op: Operation, i: int) -> _Space:
     )
     if 0 in (image, kernel, out):
         return _Space()
-    whole = tuple(padding) == (0, 0) and between == 1
+    joined = _joined(op)[i]
+    ranges = () if joined is None else joined[1]
+    whole = tuple(padding) == (0, 0) and between == 1 and joined is None
     if kernel > out:
         if whole and dilation == 1 and out == 1:
             return _Space(f"k{i}", f"k{i}")
-        width = (out - 1) * stride + 1
-        return _Space(f"k{i}", f"k{i}", OperandWindow(0, f"k{i}", 1, -padding[0], dilation, width, between))
+        reach = -padding[0], dilation, (out - 1) * stride + 1, between
+        return _Space(f"k{i}", f"k{i}", OperandWindow(0, f"k{i}", 1, *reach, ranges=ranges))
     if whole and stride == 1 and kernel == 1:
         return _Space(f"x{i}")
-    return _Space(
-        f"x{i}", None, OperandWindow(0, f"x{i}", 2, -padding[0], stride, (kernel - 1) * dilation + 1, between)
-    )
+    reach = -padding[0], stride, (kernel - 1) * dilation + 1, between
+    return _Space(f"x{i}", None, OperandWindow(0, f"x{i}", 2, *reach, ranges=ranges))
+
+
+def _joined(op: Operation) -> Joined:
+    """The ranges that are joined along each spatial dimension."""
+    return op.params.get("joined") or (None,) * len(op.params["window_strides"])
 
 
 def _place(dimensions: Sequence[int], names: Sequence[str | None]) -> tuple[str | None, ...]:
@@ -88,8 +94,10 @@ def _convolve(site: Site, x: Any, kernel: Any) -> Sequence[Any]:
         groups = p[name]
         return groups * here // whole if groups > 1 else 1
 
+    joined = tuple(None if cut else j for cut, j in zip(split, _joined(site.op), strict=True))
     return site.bind(
         x, kernel, feature_group_count=count("feature_group_count"), batch_group_count=count("batch_group_count"),
         padding=tuple((0, 0) if s else tuple(pair) for s, pair in zip(split, p["padding"], strict=True)),
         lhs_dilation=tuple(1 if s else d for s, d in zip(split, p["lhs_dilation"], strict=True)),
+        **({"joined": joined} if "joined" in p else {}),
     )  # fmt: skip

@@ -10,6 +10,7 @@ import pytest
 import shardc
 from shardc import S
 from shardc.errors import ForbiddenMoveError
+from shardc.passes.place.cut_axes import _costs
 
 RNG = np.random.default_rng(0)
 TURN = np.array([[0.6, -0.8], [0.8, 0.6]], "float32")
@@ -61,6 +62,7 @@ PROGRAMS = [
     (norms, (4096, 32), {"a": 2, "b": 4}, BOTH, {}, 28),
     (sixths, (6144, 64), {"a": 8}, ROWS, ROWS, 294912),  # three quarters of a device's rows, there and back
     (halves, (64, 16), {"a": 8}, ROWS, {}, None),
+    (jnp.sin, (1024, 1024), {"a": 4, "b": 2}, {"b": S(0), "a": S(1)}, {"a": S(0), "b": S(1)}, 3 * 2**18),
 ]  # fmt: skip
 
 
@@ -159,6 +161,24 @@ def test_a_user_reads_the_names_of_the_axes():
     assert "Axes in parts (sub-axes), the outermost first: data is data[0]=2 x data[1]=2 x data[2]=2" in text
     assert text.count("{data: S(0)}") == 2  # the argument and the result
     assert "data[" not in plan.explain(why="x") and plan.explain(pins=True).count("{data: S(0)}") == 4
+
+
+def test_an_axis_that_is_longer_than_every_dimension_divides_two_of_them():
+    """Regression: four of eight devices sorted, and nothing asked for more, as nothing is moved."""
+    rows = jax.ShapeDtypeStruct((4, 4, 2**16), "float32")
+    in_parts, with_two = (
+        made(lambda x: jnp.sort(x).mean(-1), axes, {}, {}).plan(rows) for axes in ({"a": 8}, {"a": 4, "b": 2})
+    )
+    assert in_parts.mesh.cuts and in_parts.seconds <= 1.01 * with_two.seconds
+
+
+def test_of_two_branches_the_dearer_counts():
+    """Regression: what asks for sub-axes was the sum of both, and could be more than the time of a call."""
+    moved = lambda x: jnp.sort(x, 0) * jnp.sort(x, 1)  # noqa: E731
+    fn = made(lambda x: jax.lax.cond(x[0, 0] > 0, moved, lambda x: moved(x + 1), x), {"a": 8}, ROWS, ROWS)
+    plan = fn.plan(jax.ShapeDtypeStruct((4096, 4096), "float32"))
+    ((_, part),) = plan.parts
+    assert 0 < sum(_costs(part.boxed.jaxpr, part.mesh).values()) <= plan.seconds
 
 
 def test_a_program_that_asks_for_none_is_not_planned_again():

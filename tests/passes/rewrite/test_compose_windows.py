@@ -74,6 +74,28 @@ def near(q: Any) -> Any:
     return q[2:] + q[:-2]
 
 
+def convolved(mode: str, by: int = 1) -> Callable[[Any], Any]:
+    """A convolution of padded rows, which has the size of `u` again."""
+
+    def step(u: Any) -> Any:
+        q = jnp.pad(u, ((by, by), *[(1, 1)] * (u.ndim - 1)), mode=mode)[None, None]
+        ones, valid = (1,) * u.ndim, [(0, 0)] * u.ndim
+        return lax.conv_general_dilated(q, jnp.ones((1, 1, *[3] * u.ndim)), ones, valid, None, (by, *ones[1:]))[0, 0]
+
+    return step
+
+
+def laplacian(mode: str) -> Callable[[Any], Any]:
+    """The sum of all neighbours in an array that is padded along all dimensions at once."""
+
+    def step(u: Any) -> Any:
+        q, middle = jnp.pad(u, 1, mode=mode), (slice(1, -1),) * u.ndim
+        ends = (slice(2, None), slice(None, -2))
+        return sum(q[(*middle[:d], side, *middle[d + 1 :])] for d in range(u.ndim) for side in ends) - 6 * u
+
+    return step
+
+
 STEPS: dict[str, Callable[[Any], Any]] = {
     "set": lambda u: u.at[1:-1].set(0.5 * (u[2:] + u[:-2])),
     "set in two dimensions": lambda u: u.at[1:-1, 1:].set(jnp.exp(u[2:, 1:] + u[:-2, :-1])),
@@ -90,6 +112,14 @@ STEPS: dict[str, Callable[[Any], Any]] = {
     "padding by ones": lambda u: second(jnp.pad(u, ((1, 1), (0, 0)), constant_values=1.0)),
     "edges": padded("edge"),
     "around": padded("wrap"),
+    "reflected": padded("reflect"),
+    "edges along all dimensions": laplacian("edge"),
+    "around along all dimensions": lambda u: jnp.tanh(laplacian("wrap")(jnp.sin(u))),
+    "a function of edges": lambda u: second(jnp.sin(jnp.pad(u, ((1, 1), (0, 0)), mode="edge")) ** 2),
+    "convolution of edges": convolved("edge"),
+    "convolution of wide edges": convolved("edge", 2),
+    "convolution around": convolved("wrap"),
+    "convolution of what is reflected": convolved("symmetric", 2),
     "walls": lambda u: second(walls(u)),
     "walls, then a function": lambda u: second(jnp.exp(walls(u))),
     "walls of it": lambda u: jnp.concatenate([u[:1], u[1:-1] + u[2:] * u[:-2], u[-1:]]),
@@ -224,6 +254,10 @@ SENT: dict[str, tuple[int, Callable[[Any], Any]]] = {
         dimension_numbers=("NDHWC", "DHWIO", "NDHWC"),
     )[0, ..., 0]),
     "roll": (1, lambda u: jnp.roll(u, 1, 0)),
+    "edges along all dimensions": (2, laplacian("edge")),
+    "nine neighbours": (2, lambda u: sum(
+        jnp.pad(u, ((1, 1), (1, 1), (0, 0)))[i : len(u) + i, j : u.shape[1] + j] for i in range(3) for j in range(3)
+    )),
 } | {
     mode: (2, lambda u, mode=mode: near(jnp.pad(u, ((1, 1), (0, 0), (0, 0)), mode=mode)) - 2 * u)
     for mode in ("constant", "edge", "wrap")
@@ -242,6 +276,13 @@ def test_what_is_sent_is_the_halo(mesh: Any, name: str) -> None:
         assert plan.bytes_per_device <= times * planes * PLANE
 
 
+@pytest.mark.parametrize("mode", ["edge", "symmetric", "wrap"])
+def test_a_convolution_of_padded_rows_sends_their_halo(mode: str) -> None:
+    u = jax.ShapeDtypeStruct((256, 256, 256), "float32")
+    fn = shardc.function(convolved(mode, 2), mesh=CHIPS[0], in_placements=(ROWS,), out_placements=ROWS)
+    assert fn.plan(u).bytes_per_device <= 4 * 4 * 258**2
+
+
 def test_ghost_cells() -> None:
     u = jax.ShapeDtypeStruct((1026, 1024, 1024), "float32")
     for mesh in CHIPS:
@@ -249,7 +290,10 @@ def test_ghost_cells() -> None:
         assert fn.plan(u).bytes_per_device == 2 * PLANE
 
 
-ON_MESHES = ("set", "dynamic_update_slice", "edges", "around", "walls of it", "difference of differences", "rolls")
+ON_MESHES = (
+    "set", "dynamic_update_slice", "edges along all dimensions", "convolution of wide edges", "around", "walls of it",
+    "difference of differences", "rolls",
+)  # fmt: skip
 
 
 @pytest.mark.sampled(5)

@@ -33,19 +33,15 @@ from shardc.ir.program import Program
 from shardc.ir.walk import renamed
 from shardc.passes import Context
 from shardc.passes.rewrite.windows.in_place import in_place, parts_of
+from shardc.passes.rewrite.windows.range_sums import Box, Moved, cut_dims, edges_of, full, shape_of
 from shardc.passes.rewrite.windows.static_windows import Write, constant, fill_of
 from shardc.passes.rewrite.windows.window_ways import (
     ELEMENTWISE,
     WAYS,
-    Box,
     Facts,
-    Moved,
     Recipe,
-    cut_dims,
-    edges_of,
-    from_ranges,
-    full,
-    shape_of,
+    convolved,
+    reads_of,
     shifted,
     terms_of,
     way_of,
@@ -145,9 +141,9 @@ class _Views:
             shape = tuple(hi - lo for lo, hi in box)
             return Recipe([], lambda: lax.full(shape, 0, out.aval.dtype), like=eqn)
         moved = self.facts.moved.get(out)
-        if moved is not None and seen == [moved.dim] and (found := self._of_ranges(moved, box, eqn)) is not None:
-            return found
         odd = [d for d in seen if self.facts.odd(out, d)]
+        if moved is not None and set(seen) <= {*odd, *moved.dims} and (found := self._of_ranges(moved, box, eqn)):
+            return found
         if odd == seen and eqn is not None and (way := way_of(eqn)) is not None:
             return way.up(self.facts, eqn, box)
         inner = tuple(side if d in odd else (0, n) for d, (side, n) in enumerate(zip(box, shape_of(out), strict=True)))
@@ -156,12 +152,14 @@ class _Views:
     def _begun(self, eqn: Eqn, out: Var) -> Recipe | None:
         """The recipe of a whole result at which a composition begins. None if none begins there."""
         if (moved := self.facts.moved.get(out)) is not None and self._joins(moved, eqn, out):
-            return terms_of(moved, shape_of(out)[moved.dim], eqn)
+            return terms_of(self.facts, moved, full(out), eqn)
         if (found := self._in_place(eqn, out)) is not None:
             return found
         if out in self.facts.writes:
             return self._written(self.facts.writes[out], eqn)
         way = WAYS.get(eqn.primitive.name)
+        if eqn.primitive.name == "conv_general_dilated":
+            return convolved(self.facts, eqn)
         if (
             way is None
             or not math.prod(shape_of(out))
@@ -172,21 +170,20 @@ class _Views:
         return way.up(self.facts, eqn, full(out))
 
     def _joins(self, moved: Moved, eqn: Eqn, out: Var) -> bool:
-        """Whether composing the ranges of a whole result saves terms or operations."""
-        few = any(shape_of(out)[moved.dim] * FEW < shape_of(x)[moved.dim] for x, _ in moved.terms)
-        if few or not moved.joins:
+        """Whether composing the terms of a whole result saves terms or operations."""
+        sources = [zip(moved.shape, shape_of(t.source), strict=True) for t in moved.terms]
+        if not moved.joins or any(n * FEW < size for pairs in sources for n, size in pairs):
             return False
-        above = [self.facts.moved.get(a) for a in eqn.invars if not compat.is_literal(a)]
-        known = [m for m in above if m is not None and m.dim == moved.dim]
         match eqn.primitive.name:
             case "concatenate":
                 return True
             case "pad":
-                return bool(known)
+                return self.facts.moves_of(eqn.invars[0]) is not None
             case "slice":
-                return any(m.joins for m in known)
+                return True
             case _:
-                return len(moved.terms) < sum(len(m.terms) for m in known)
+                known = [self.facts.moved.get(a) for a in eqn.invars if not compat.is_literal(a)]
+                return len(moved.terms) < sum(len(m.terms) for m in known if m is not None)
 
     def _in_place(self, eqn: Eqn, out: Var) -> Recipe | None:
         """A result whose rows are made of the same rows of arrays as long, as a choice by position. None if it is not
@@ -238,28 +235,31 @@ class _Views:
         """A write of a few rows that come from another array. None if they do not."""
         x, update, starts, combine = write
         moved = None if compat.is_literal(update) else self.facts.moved.get(update)
-        if len(parts) > 1 or moved is None or moved.dim != parts[0] or len(moved.terms) != 1:
+        if moved is None or moved.dims != parts:
             return None
-        (d,), (lo, hi) = parts, (starts[parts[0]], shape_of(update)[parts[0]] + starts[parts[0]])
-        ((source, ranges),) = moved.seen(-lo, shape_of(x)[d] - lo).terms
+        reads = reads_of(self.facts, moved, tuple((-s, n - s) for s, n in zip(starts, shape_of(x), strict=True)))
+        if len(reads) > 1:
+            return None
+        inside = [(d, starts[d], starts[d] + shape_of(update)[d]) for d in parts]
 
         def written(old: Any, rows: Any) -> Any:
-            new = from_ranges(rows, d, old.shape[d], ranges)
-            return lax.select(within(old.shape, [(d, lo, hi)]), new if combine is None else combine(old, new), old)
+            new = reads[0].of(rows)
+            return lax.select(within(old.shape, inside), new if combine is None else combine(old, new), old)
 
-        return Recipe([(x, full(x)), (source, full(source))], written, like=eqn)
+        return Recipe([(x, full(x)), (reads[0].source, reads[0].box)], written, like=eqn)
 
     def _of_ranges(self, moved: Moved, box: Box, eqn: Eqn | None) -> Recipe | None:
-        """A view as a sum of ranges, if there are several ranges or they have few elements. None otherwise."""
-        begin, end = box[moved.dim]
-        seen = moved.seen(begin, end)
-        for x, ranges in seen.terms:
-            if len(ranges) == 1:
-                _, start, stop = ranges[0]
-                n = shape_of(x)[moved.dim]
-                if edges_of(ranges[0], end - begin, n) is None and (stop - start) * FEW >= n:
-                    return None
-        return terms_of(seen, end - begin, eqn) if seen.terms else None
+        """A view as a sum of terms, if along some dimension they are several ranges, or have few elements. None if it
+        is one part in the middle of an array."""
+        seen = moved.seen(box)
+        for source, along in seen.terms:
+            for d in moved.dims:
+                n = shape_of(source)[d]
+                if len(along[d]) == 1 and not self.facts.odd(source, d):
+                    _, start, stop = along[d][0]
+                    if edges_of(along[d][0], seen.shape[d], n) is None and (stop - start) * FEW >= n:
+                        return None
+        return terms_of(self.facts, moved, box, eqn) if seen.terms else None
 
     def _share(self, out: Var, eqn: Eqn) -> None:
         """Compute a value of which several views are read once, at the position of its home, and shift it for each."""

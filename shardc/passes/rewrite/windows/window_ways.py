@@ -10,24 +10,43 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from jax import lax
 
 from shardc import compat
 from shardc.compat import Atom, Eqn, Var
-from shardc.ir.ranges import join_ranges_p
+from shardc.ir.ranges import conv_of_ranges_p
 from shardc.ir.walk import with_atoms
-from shardc.passes.rewrite.windows.static_windows import Write, is_zero, padded_form, same_as, static_form, write_of
+from shardc.passes.rewrite.windows.range_sums import (
+    Box,
+    Moved,
+    Term,
+    cut_dims,
+    from_ranges,
+    full,
+    merged,
+    padded,
+    shape_of,
+    sum_of,
+    with_ranges,
+)
+from shardc.passes.rewrite.windows.static_windows import (
+    Write,
+    adds_ones,
+    is_zero,
+    padded_form,
+    same_as,
+    static_form,
+    write_of,
+)
 from shardc.sbp.rules.slicing import FEW
 from shardc.sbp.signature import Ranges, family_of, is_extended
 
-Box: TypeAlias = tuple[tuple[int, int], ...]
-"""A view of a value: begin and end along each dimension. Both may lie outside of the value."""
-
 MOST_RANGES: Final = 8
-MOST_TERMS: Final = 4
+MOST_TERMS: Final = 32
+"""Terms of a sum, at most: a box of three dimensions has 27 neighbours."""
 MOST_ROWS: Final = 4
 """Rows of a boundary that are broadcast one by one."""
 
@@ -46,83 +65,6 @@ class Home(NamedTuple):
 
     def moved(self, by: int) -> Home:
         return Home(self.size, self.first + by, self.last + by)
-
-
-class Moved(NamedTuple):
-    """A value that is a sum of terms.
-
-    Attributes:
-      dim: the dimension along which the terms consist of ranges.
-      terms: for each term its array, and the ranges of it; all other elements are zeros.
-      joins: whether a padding, a concatenation or a sum is among the operations that made it, and not slices alone.
-    """
-
-    dim: int
-    terms: tuple[tuple[Var, Ranges], ...]
-    joins: bool
-
-    def seen(self, begin: int, end: int) -> Moved:
-        """The sum of which a view from `begin` to `end` consists."""
-        found: list[tuple[Var, Ranges]] = []
-        for source, ranges in self.terms:
-            inside: list[tuple[int, int, int]] = []
-            for at, start, stop in ranges:
-                low, high = max(at, begin), min(at + stop - start, end)
-                if low < high:
-                    inside.append((low - begin, start + low - at, start + high - at))
-            if inside:
-                found.append((source, _merged(inside)))
-        return self._replace(terms=tuple(found))
-
-    def placed(self, at: int) -> Moved:
-        """The sum, moved by `at` elements."""
-        terms = tuple((x, tuple((a + at, start, stop) for a, start, stop in ranges)) for x, ranges in self.terms)
-        return self._replace(terms=terms)
-
-
-def _sum_of(dim: int, terms: Sequence[tuple[Var, Ranges]]) -> Moved:
-    """The sum of terms. Ranges of one array that do not overlap become one term, so that there are few."""
-    packed: dict[Var, list[list[tuple[int, int, int]]]] = {}
-    for source, ranges in terms:
-        packed.setdefault(source, []).append(list(ranges))
-    for source, lists in packed.items():
-        found: list[list[tuple[int, int, int]]] = []
-        for one in sorted((r for ranges in lists for r in ranges), key=lambda r: r[1] - r[2]):
-            free = next((f for f in found if not any(_meet(one, r) for r in f)), None)
-            if free is None:
-                found.append([one])
-            else:
-                free.append(one)
-        packed[source] = found
-    return Moved(dim, tuple((x, _merged(r)) for x, lists in packed.items() for r in lists), True)
-
-
-def _meet(a: tuple[int, int, int], b: tuple[int, int, int]) -> bool:
-    return a[0] < b[0] + b[2] - b[1] and b[0] < a[0] + a[2] - a[1]
-
-
-def _merged(ranges: Sequence[tuple[int, int, int]]) -> Ranges:
-    found: list[tuple[int, int, int]] = []
-    for at, start, stop in sorted(ranges):
-        if found and found[-1][2] == start and found[-1][0] + start - found[-1][1] == at:
-            found[-1] = (*found[-1][:2], stop)
-        elif stop > start:
-            found.append((at, start, stop))
-    return tuple(found)
-
-
-def shape_of(atom: Atom) -> tuple[int, ...]:
-    return tuple(int(n) for n in atom.aval.shape)
-
-
-def full(atom: Atom) -> Box:
-    """The view that is the whole value."""
-    return tuple((0, n) for n in shape_of(atom))
-
-
-def cut_dims(atom: Atom, box: Box) -> list[int]:
-    """The dimensions along which a view is not the whole value."""
-    return [d for d, (n, side) in enumerate(zip(shape_of(atom), box, strict=True)) if side != (0, n)]
 
 
 class Facts:
@@ -173,9 +115,12 @@ class Facts:
     def _learn(self, eqn: Eqn, out: Var) -> None:
         name = eqn.primitive.name
         mover = _MOVERS.get(name)
-        if mover is not None and (found := mover(self, eqn)) is not None:
-            size = shape_of(out)[found.dim]
-            fits = all(len(r) <= MOST_RANGES and 2 * size <= 3 * shape_of(x)[found.dim] for x, r in found.terms)
+        if mover is not None and (found := mover(self, eqn)) is not None and found.dims:
+            fits = all(
+                len(r) <= MOST_RANGES and 2 * size <= 3 * max(n, MOST_RANGES)
+                for t in found.terms
+                for r, size, n in zip(t.along, found.shape, shape_of(t.source), strict=True)
+            )
             if fits and 0 < len(found.terms) <= MOST_TERMS:
                 self.moved[out] = found
         way = way_of(eqn)
@@ -194,14 +139,20 @@ class Facts:
     def odd(self, atom: Atom, d: int) -> bool:
         return self.homes_of(atom)[d].size != shape_of(atom)[d]
 
-    def moves_of(self, atom: Atom, dim: int) -> Moved | None:
-        """A value as a sum of ranges along a dimension; if none is known, one range that is the whole value."""
+    def moves_of(self, atom: Atom) -> Moved | None:
+        """A value as a sum of terms, for its readers. None if it is one of its own: nobody moves the terms of a sum
+        again that has the size of its home."""
+        found = None if compat.is_literal(atom) else self.moved.get(atom)
+        if found is None or (len(found.terms) > 1 and not any(self.odd(atom, d) for d in range(len(found.shape)))):
+            return None
+        return found
+
+    def terms_of(self, atom: Atom) -> Moved | None:
+        """A value as a sum of terms; if none are known, one term that is the value. None if it is a literal."""
         if compat.is_literal(atom):
             return None
-        found = self.moved.get(atom)
-        if found is not None and found.dim == dim:
-            return found
-        return Moved(dim, ((atom, ((0, 0, shape_of(atom)[dim]),)),), False)
+        shape = shape_of(atom)
+        return self.moves_of(atom) or Moved(shape, (Term(atom, tuple(((0, 0, n),) for n in shape)),), False)
 
 
 # --- ranges of one array ----------------------------------------------------------------------------------------------
@@ -209,47 +160,78 @@ class Facts:
 
 def _sliced(facts: Facts, eqn: Eqn) -> Moved | None:
     (x,), starts, limits = eqn.invars, eqn.params["start_indices"], eqn.params["limit_indices"]
-    cut = cut_dims(x, tuple(zip(starts, limits, strict=True)))
-    if len(cut) != 1 or any(s != 1 for s in eqn.params["strides"] or ()):
+    if any(s != 1 for s in eqn.params["strides"] or ()):
         return None
-    (d,) = cut
-    found = facts.moves_of(x, d)
-    return found and found.seen(starts[d], limits[d])
+    found = facts.terms_of(x)
+    return found and found.seen(tuple(zip(starts, limits, strict=True)))
 
 
 def _padded(facts: Facts, eqn: Eqn) -> Moved | None:
-    config = eqn.params["padding_config"]
-    dims = [d for d, c in enumerate(config) if tuple(c) != (0, 0, 0)]
-    if len(dims) != 1 or any(c[2] for c in config) or not is_zero(eqn.invars[1], facts.made):
+    x, config = eqn.invars[0], eqn.params["padding_config"]
+    if any(c[2] for c in config) or not is_zero(eqn.invars[1], facts.made):
         return None
-    (d,) = dims
-    found = facts.moves_of(eqn.invars[0], d)
-    n = shape_of(eqn.invars[0])[d]
-    return found and found.seen(-int(config[d][0]), n + int(config[d][1]))._replace(joins=True)
+    found = facts.terms_of(x)
+    box = tuple((-int(low), n + int(high)) for (low, high, _), n in zip(config, shape_of(x), strict=True))
+    return found and found.seen(box)._replace(joins=True)
 
 
 def _joined(facts: Facts, eqn: Eqn) -> Moved | None:
     d, begin = eqn.params["dimension"], 0
-    terms: list[tuple[Var, Ranges]] = []
+    terms: list[Term] = []
     for a in eqn.invars:
-        part = facts.moves_of(a, d)
+        part = facts.terms_of(a)
         if part is None:
             return None
-        terms += part.placed(begin).terms
+        terms += part.placed(d, begin)
         begin += shape_of(a)[d]
-    return _sum_of(d, terms) if len({x for x, _ in terms}) == 1 else None
+    return sum_of(shape_of(eqn.outvars[0]), terms) if len({t.source for t in terms}) == 1 else None
+
+
+def _reversed(facts: Facts, eqn: Eqn) -> Moved | None:
+    """A few rows in opposite order, as reflecting padding has them: one range for each row."""
+    found = facts.terms_of(eqn.invars[0])
+    if found is None or any(found.shape[d] > MOST_RANGES for d in eqn.params["dimensions"]):
+        return None
+    for d in eqn.params["dimensions"]:
+        last, terms = found.shape[d] - 1, list[Term]()
+        for t in found.terms:
+            rows = [(last - at - i, start + i) for at, start, stop in t.along[d] for i in range(stop - start)]
+            terms.append(t._replace(along=with_ranges(t.along, d, merged([(at, i, i + 1) for at, i in rows]))))
+        found = found._replace(terms=tuple(terms))
+    return found
+
+
+def _repeated(facts: Facts, eqn: Eqn) -> Moved | None:
+    """A row that is repeated, as padding does: reshape[3, 9] broadcast[1, 3, 9] row[1, 9]."""
+    above = None if compat.is_literal(eqn.invars[0]) else facts.made.get(eqn.invars[0])
+    if above is None or above.primitive.name != "broadcast_in_dim":
+        return None
+    row, wide, shape = shape_of(above.invars[0]), shape_of(above.outvars[0]), shape_of(eqn.outvars[0])
+    added = [d for d in range(len(wide)) if d not in above.params["broadcast_dimensions"]]
+    grown = [d for d, (k, n) in enumerate(zip(row, shape, strict=False)) if k != n]
+    if len(shape) != len(row) or len(added) != 1 or len(grown) != 1 or added[0] - grown[0] not in (0, 1):
+        return None
+    (d,), found = grown, facts.terms_of(above.invars[0])
+    if found is None or row[d] != 1 or shape[d] > MOST_RANGES or wide[added[0]] != shape[d]:
+        return None
+    terms = [
+        t._replace(along=with_ranges(t.along, d, tuple((i, r[1], r[2]) for i in range(shape[d]) for r in t.along[d])))
+        for t in found.terms
+    ]
+    return Moved(shape, tuple(terms), True)
 
 
 def _added(facts: Facts, eqn: Eqn) -> Moved | None:
-    """The sum of two values that are sums of ranges, as in gradients of slices, rotations and repeating padding."""
+    """The sum of two values that are sums of terms, as in gradients of slices, rotations and repeating padding."""
     known = [m for a in eqn.invars if not compat.is_literal(a) and (m := facts.moved.get(a)) is not None]
-    if len(known) != 2 or known[0].dim != known[1].dim:
+    if len(known) != 2:
         return None
-    return _sum_of(known[0].dim, (*known[0].terms, *known[1].terms))
+    return sum_of(known[0].shape, (*known[0].terms, *known[1].terms))
 
 
 _MOVERS: Final[Mapping[str, Callable[[Facts, Eqn], Moved | None]]] = {
     "slice": _sliced, "pad": _padded, "concatenate": _joined, "add": _added, "add_any": _added,
+    "rev": _reversed, "reshape": _repeated,
 }  # fmt: skip
 
 
@@ -369,7 +351,7 @@ def _pad_up(facts: Facts, eqn: Eqn, box: Box) -> Recipe:
     )
     if not any(facts.odd(x, d) for d in range(len(box)) if above[d] != (0, size[d])):
         widths = [c if c[2] else (-lo, hi - n, 0) for c, (lo, hi), n in zip(config, above, size, strict=True)]
-        return Recipe([(x, full(x)), (value, ())], lambda v, fill: lax.pad(v, fill, widths), like=eqn)
+        return Recipe([(x, full(x)), (value, ())], lambda v, fill: padded(v, fill, widths), like=eqn)
     assert not any(c[2] for c in config)
     outside = [(d, -lo, n - lo) for d, ((lo, hi), n) in enumerate(zip(above, size, strict=True)) if lo < 0 or hi > n]
 
@@ -437,9 +419,10 @@ def _part(facts: Facts, a: Atom, box: Box, d: int, begin: int) -> tuple[tuple[At
     (lo, hi), n = box[d], shape_of(a)[d]
     if n * FEW < hi - lo and not compat.is_literal(a):
         found = facts.moved.get(a)
-        if found is not None and found.dim == d and len(found.terms) == 1 and all(k == d for k in cut_dims(a, box)):
-            ((source, ranges),) = found.seen(lo - begin, hi - begin).terms
-            return (source, full(source)), lambda x: from_ranges(x, d, hi - lo, ranges)
+        if found is not None and set(cut_dims(a, box)) <= {d, *found.dims}:
+            at = tuple((lo - begin, hi - begin) if k == d else side for k, side in enumerate(box))
+            if len(reads := reads_of(facts, found, at)) == 1:
+                return (reads[0].source, reads[0].box), reads[0].of
         if n <= MOST_ROWS:
             view = tuple((0, n) if k == d else side for k, side in enumerate(box))
             return (a, view), lambda x: _rows_at(x, d, begin - lo, hi - lo)
@@ -535,6 +518,33 @@ def _convolution_up(facts: Facts, eqn: Eqn, box: Box) -> Recipe:
     return Recipe([(a, full(a)) for a in eqn.invars], eqn=other, like=eqn)
 
 
+def convolved(facts: Facts, eqn: Eqn) -> Recipe | None:
+    """The recipe of a convolution of an array with wrapped or repeated padding: it reads ranges of the array. None for
+    any other."""
+    (x, kernel), p = eqn.invars, compat.params_of(eqn)
+    spatial = p["dimension_numbers"].lhs_spec[2:]
+    above = None if compat.is_literal(x) else facts.made.get(x)
+    wider = above is not None and above.primitive.name == "broadcast_in_dim" and adds_ones(above)
+    inner = above.invars[0] if above is not None and wider else x
+    at = above.params["broadcast_dimensions"] if above is not None and wider else range(len(shape_of(x)))
+    moved = facts.moves_of(inner)
+    if moved is None or not moved.joins or len(moved.terms) != 1 or any(n != 1 for n in p["lhs_dilation"]):
+        return None
+    source, along = moved.terms[0]
+    joined = {at[d]: (moved.shape[d], along[d]) for d in moved.dims}
+    if not set(joined) <= set(spatial) or any(facts.odd(source, d) for d in moved.dims):
+        return None
+    shape = list(shape_of(x))
+    for d in moved.dims:
+        shape[at[d]] = shape_of(source)[d]
+    params = {**eqn.params, "joined": tuple(joined.get(d) for d in spatial)}
+
+    def made(value: Any, kernel: Any) -> Any:
+        return conv_of_ranges_p.bind(lax.broadcast_in_dim(value, shape, at) if wider else value, kernel, **params)
+
+    return Recipe([(source, full(source)), (kernel, full(kernel))], made, like=eqn)
+
+
 WAYS: Final[Mapping[str, ViewWay]] = {
     "slice": ViewWay(_slice_homes, _slice_up, _slice_begins),
     "pad": ViewWay(_pad_homes, _pad_up, _pad_begins),
@@ -553,36 +563,58 @@ WAYS: Final[Mapping[str, ViewWay]] = {
 }
 
 
-def from_ranges(x: Any, dim: int, size: int, ranges: Ranges) -> Any:
-    """An array of zeros and of ranges of `x`, by the simplest operation that makes it."""
-    n = x.shape[dim]
-    if len(ranges) == 1 and (edge := edges_of(ranges[0], size, n)) is not None:
-        return (
-            x
-            if edge == (0, 0)
-            else lax.pad(x, np.zeros((), x.dtype), [(*edge, 0) if d == dim else (0, 0, 0) for d in range(x.ndim)])
-        )
-    return join_ranges_p.bind(x, dim=dim, size=size, ranges=ranges)
-
-
-def edges_of(one: tuple[int, int, int], size: int, n: int) -> tuple[int, int] | None:
-    """The padding of an array of `n` elements that gives one range and zeros. None if no padding does."""
-    at, start, stop = one
-    end = at + stop - start
-    return (at - start, size - end - (n - stop)) if (not start or not at) and (stop == n or end == size) else None
-
-
 def shifted(out: Var, held: Box, box: Box, eqn: Eqn | None) -> Recipe:
     """The recipe that shifts the view `held` of a value to the view `box`."""
     widths = [(h[0] - lo, hi - h[1], 0) for h, (lo, hi) in zip(held, box, strict=True)]
-    return Recipe([(out, held)], lambda x: lax.pad(x, np.zeros((), x.dtype), widths), like=None)
+    return Recipe([(out, held)], lambda x: padded(x, np.zeros((), x.dtype), widths), like=None)
 
 
-def terms_of(moved: Moved, size: int, eqn: Eqn | None) -> Recipe:
-    """The recipe of a sum of ranges."""
+class Read(NamedTuple):
+    """A view that is read of the array of a term, and the ranges of it: (dimension, size, ranges)."""
+
+    source: Var
+    box: Box
+    ranges: tuple[tuple[int, int, Ranges], ...]
+
+    def of(self, x: Any) -> Any:
+        for dim, size, ranges in self.ranges:
+            x = from_ranges(x, dim, size, ranges)
+        return x
+
+
+def reads_of(facts: Facts, moved: Moved, box: Box) -> list[Read]:
+    """The views that a view of a sum of terms reads. Of an elementwise result that has not the size of its home, ranges
+    are read in views that have: each computes it again."""
+    dims, found = moved.dims, list[Read]()
+    light = lambda x: (eqn := facts.made.get(x)) is not None and way_of(eqn) is ELEMENTWISE  # noqa: E731
+    for source, along in moved.seen(box).terms:
+        reads = [Read(source, (), ())]
+        for d, (ranges, (lo, hi), n) in enumerate(zip(along, box, shape_of(source), strict=True)):
+            home = facts.homes_of(source)[d] if light(source) else Home(n)
+            views = _by_views(ranges, n, home) if d in dims else {}
+            parts = {side: ((d, hi - lo, r),) for side, r in views.items()} or {(lo, hi): ()}
+            reads = [Read(source, (*r.box, side), (*r.ranges, *more)) for r in reads for side, more in parts.items()]
+        found += reads
+    return found
+
+
+def _by_views(ranges: Ranges, n: int, home: Home) -> dict[tuple[int, int], Ranges]:
+    """Ranges of a dimension of `n` elements by views of the size of its home, as near as can be to where they stand."""
+    size, low, high = home.size, min(0, n - home.size), max(0, n - home.size)
+    if any(stop - start > size for _, start, stop in ranges):
+        return {(0, n): ranges}
+    found: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
+    for at, start, stop in ranges:
+        lo = min(max(start - at, low, stop - size), high, start) if size < n else min(max(start - at, low), high)
+        found.setdefault((lo, lo + size), []).append((at, start - lo, stop - lo))
+    return {side: tuple(r) for side, r in found.items()}
+
+
+def terms_of(facts: Facts, moved: Moved, box: Box, eqn: Eqn | None) -> Recipe:
+    """The recipe of a view of a sum of terms."""
+    reads = reads_of(facts, moved, box)
 
     def added(*sources: Any) -> Any:
-        parts = [from_ranges(x, moved.dim, size, r) for x, (_, r) in zip(sources, moved.terms, strict=True)]
-        return functools.reduce(lax.add, parts)
+        return functools.reduce(lax.add, [r.of(x) for r, x in zip(reads, sources, strict=True)])
 
-    return Recipe([(x, full(x)) for x, _ in moved.terms], added, like=eqn)
+    return Recipe([(r.source, r.box) for r in reads], added, like=eqn)
