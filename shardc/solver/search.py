@@ -347,7 +347,7 @@ class _SearchTurn:
 
     def eliminate(self, values: Sequence[Index], held: Index | None = None) -> Index:
         """The best assignment among these values. With `held`: a quick search for an assignment that costs no more."""
-        found, work = self.part.eliminate(values, held)
+        found, work = self.part.eliminate(values, held, self.problem.ops.kernels)
         self.problem.ops.work += work
         return found
 
@@ -364,7 +364,7 @@ class _Subproblem:
         order, pairs = self._open(values)
         return elimination_work([len(values[v]) for v in order], pairs, range(len(order))) <= work
 
-    def eliminate(self, values: Sequence[Index], held: Index | None) -> tuple[Index, float]:
+    def eliminate(self, values: Sequence[Index], held: Index | None, kernels: Kernels) -> tuple[Index, float]:
         """The best assignment of these values, or one no worse than `held`; and the work."""
         order, pairs = self._open(values)
         own: list[Table] = []
@@ -377,7 +377,7 @@ class _Subproblem:
             own.append(mine)
         pairwise = {(a, b): block(self.near[v := order[a]][w := order[b]], values[v], values[w]) for a, b in pairs}
         start = None if held is None else [int(np.searchsorted(values[v], held[v])) for v in order]
-        elimination = Elimination(own, pairwise, start)
+        elimination = Elimination(own, pairwise, start, kernels)
         found = elimination.run(range(len(order)))
         whole = np.asarray([some[0] for some in values], np.intp)
         for v, value in zip(order, found, strict=True):
