@@ -169,7 +169,7 @@ class Search:
         if turn.part.easy(turn.values, self.options.at_once):
             self._eliminate_all(turn)
             return None
-        if not self._tied:
+        if not self._tied and self.values is None:
             self._tied = True
             self._tie()
         turn.begin()
