@@ -74,7 +74,7 @@ def minimize(
         search.run()
     values = search.values if search.values is not None else [0] * len(unary)
     met = search.cost - search.bound <= ROUNDING * abs(search.cost)
-    return Assignment(values, search.cost, search.cost if met else search.bound)
+    return Assignment(values, search.cost, search.cost if met else search.bound, search.settled == search.cost)
 
 
 def _shortened(search: Search, unary: Sequence[Table], pairwise: Mapping[Pair, Given]) -> bool:

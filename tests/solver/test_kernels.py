@@ -333,8 +333,8 @@ print(sorted({"numba", "llvmlite", "scipy.optimize"} & set(sys.modules)))
 
 
 def test_a_long_search_goes_on_with_compiled_loops():
-    assert kernels_after(1e8, numpy_kernels) is numpy_kernels
-    assert kernels_after(1e9, numpy_kernels) is numba_kernels
+    assert kernels_after(1e8, 1000, numpy_kernels) is numpy_kernels
+    assert kernels_after(1e9, 0, numpy_kernels) is kernels_after(0, 10**6, numpy_kernels) is numba_kernels
     unary, pairwise = random_problem(next(iter(shapes)), 0, most=6)
     ours, other = dual_of(unary, pairwise, numpy_kernels), dual_of(unary, pairwise, numpy_kernels)
     for _ in range(3):

@@ -167,7 +167,7 @@ class Tables:
         """
         together = None if proved else self.together
         found = self.minimize(start, together=together)
-        if found.gap > SETTLED:  # a move that gains no more counts as none
+        if found.gap > SETTLED and not found.settled:  # a move that gains no more counts as none
             values = self.move(found.values)
             cost = AssignmentCost(self.unary, self.pairwise).cost(values)
             found = min(replace(found, values=values, cost=cost), found, key=lambda a: a.cost)

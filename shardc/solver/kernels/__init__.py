@@ -9,12 +9,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 from functools import cache
-from typing import Protocol
+from typing import Final, Protocol
 
 from shardc.solver.cost_tables import Given, Index, Table
 from shardc.solver.graph import Graph, Members
 from shardc.solver.kernels import numpy_kernels
 from shardc.solver.kernels.numpy_messages import NumpyPasses
+
+MESSAGE: Final = 2 << 10
+"""Entries that NumPy could touch in the time of its two calls for each message (`NumpyPasses`)."""
 
 log = logging.getLogger("shardc")
 
@@ -65,10 +68,11 @@ def kernels_for(tables: Iterable[Given], compiled: float = 5e7) -> Kernels:
     return _compiled() if loaded or sum(t.size for t in tables) >= compiled else numpy_kernels
 
 
-def kernels_after(work: float, kernels: Kernels, much: float = 5e8) -> Kernels:
-    """The implementation to go on with after so many entries were touched: compiled from `much` on, which take NumPy
-    more than a second, two to three times as long as loading the compiled loops."""
-    return kernels if work < much or kernels is not numpy_kernels else _compiled()
+def kernels_after(work: float, messages: int, kernels: Kernels, much: float = 5e8) -> Kernels:
+    """The implementation to go on with after so many entries were touched and messages were sent: compiled from `much`
+    entries on, which take NumPy about as long as loading the compiled loops."""
+    few = work + MESSAGE * messages < much
+    return kernels if few or kernels is not numpy_kernels else _compiled()
 
 
 @cache
