@@ -211,9 +211,7 @@ class Placer:
         """The best choices that leave values where a plan of a similar program has them, on the mesh or on the user's;
         None: there are none."""
         values, idle = self.problem.values, self.mesh.idle
-        known = {
-            id(values[v]): in_sub_axes(p, self.mesh).without(idle) for v, p in placements.items() if v in values
-        }
+        known = {id(values[v]): in_sub_axes(p, self.mesh).without(idle) for v, p in placements.items() if v in values}
         masks: dict[tuple[Domain, tuple[Placement | None, ...]], Index] = {}
 
         def left(n: Node, d: Domain) -> Index:

@@ -252,38 +252,18 @@ def _improve(g: Graph, own: Table, values: Index, passes: Int) -> float:
 def least_of_sum(entries: Table, begins: Index, strides: Index, sizes: Index) -> Table:
     """As `numpy_kernels.least_of_sum`: the terms are added in its order."""
     count, last = sizes.size - 2, sizes[sizes.size - 1]
-    outer = 1
-    for d in range(count):
-        outer *= sizes[d]
-    found, at, row = np.empty((outer, last)), np.zeros(count, np.int64), np.empty(last)
-    offset = begins.copy()
-    first = -1  # the first term with both dimensions is added last
-    for t in range(begins.size):
-        if first < 0 and strides[t, count] and strides[t, count + 1]:
-            first = t
-    for o in range(outer):
-        out = found[o]
+    found = np.empty((sizes[:count].prod(), last))
+    offset, at, row = begins.copy(), np.zeros(count, np.int64), np.empty(last)
+    for out in found:
         out[:] = np.inf
         for m in range(sizes[count]):
-            total = 0.0
-            for t in range(begins.size):
-                if strides[t, count] and not strides[t, count + 1]:
-                    total += entries[offset[t] + m * strides[t, count]]
-            row[:] = total
-            for t in range(begins.size):
-                if strides[t, count] and strides[t, count + 1] and t != first:
-                    k = offset[t] + m * strides[t, count]
-                    for b in range(last):
-                        row[b] += entries[k + b]
-            k = offset[first] + m * strides[first, count] if first >= 0 else 0
+            _add_terms(entries, offset + m * strides[:, count], strides[:, count:], row)
             for b in range(last):
-                y = row[b] + entries[k + b] if first >= 0 else row[b]
-                out[b] = y if y < out[b] else out[b]
+                out[b] = row[b] if row[b] < out[b] else out[b]
         for t in range(begins.size):
             if not strides[t, count]:
-                for b in range(last):
-                    out[b] += entries[offset[t] + b * strides[t, count + 1]]
-        for d in range(count - 1, -1, -1):
+                _add_row(entries, offset[t], strides[t, count + 1], out)
+        for d in range(count - 1, -1, -1):  # the next entry of the dimensions before
             at[d] += 1
             offset += strides[:, d]
             if at[d] < sizes[d]:
@@ -291,6 +271,31 @@ def least_of_sum(entries: Table, begins: Index, strides: Index, sizes: Index) ->
             offset -= sizes[d] * strides[:, d]
             at[d] = 0
     return found.reshape(-1)
+
+
+@compiled
+def _add_terms(entries: Table, offset: Index, strides: Index, row: Table) -> None:
+    """row = the sum of the terms that have the dimension of the minimum: those without the last dimension, then the
+    others, the first of them last. `strides`: (terms, 2) of both dimensions."""
+    total, first = 0.0, -1
+    for t in range(offset.size):
+        if strides[t, 0] and not strides[t, 1]:
+            total += entries[offset[t]]
+    row[:] = total
+    for t in range(offset.size):
+        if strides[t, 0] and strides[t, 1]:
+            if first < 0:
+                first = t
+            else:
+                _add_row(entries, offset[t], 1, row)
+    if first >= 0:
+        _add_row(entries, offset[first], 1, row)
+
+
+@compiled
+def _add_row(entries: Table, offset: Int, step: Int, row: Table) -> None:
+    for b in range(row.size):
+        row[b] += entries[offset + b * step]
 
 
 @compiled
