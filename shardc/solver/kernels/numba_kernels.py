@@ -242,9 +242,9 @@ def _improve(g: Graph, own: Table, values: Index, passes: Int) -> float:
             break
     total = 0.0
     for v in g.order:
-        total += own[g.first[v] + values[v]]
+        total += float(own[g.first[v] + values[v]])
         for e in range(g.split[v], g.start[v + 1]):
-            total += _table(g, e)[values[v] * _size(g, g.other[e]) + values[g.other[e]]]
+            total += float(_table(g, e)[values[v] * _size(g, g.other[e]) + values[g.other[e]]])
     return total
 
 
