@@ -157,10 +157,11 @@ class StagePlacer:
             imbalance=self._request.imbalance,
         )  # fmt: skip
 
-        def candidate(asked: Request) -> _StageCandidate | None:
+        def candidate(asked: Request, known: _StageCandidate | None) -> _StageCandidate | None:
             stage = s if asked.program is s.program else rewritten_stage(s, asked.program)
             program = pin_transfers(asked.program, ends)
-            return stage and _StageCandidate(stage, Placing.of(replace(asked, program=program)))
+            placing = Placing.of(replace(asked, program=program), known and known.placing.plan)
+            return stage and _StageCandidate(stage, placing)
 
         return compare(request, candidate, lambda c: c.seconds, _StageCandidate.is_cheaper)
 

@@ -77,7 +77,7 @@ def _or_with_residuals_kept(compared: Compared[SpmdPlan | DoesNotFit]) -> Compar
     request, best = compared.request, compared.best
     if isinstance(best, DoesNotFit) or best.recomputed_for_speed is None:
         return compared
-    kept = _plan_as_written(request, keeps=True)
+    kept = _plan_as_written(request, best, keeps=True)
     better = _is_cheaper(kept, best)
     trial = RewriteTrial(RESIDUALS, best.seconds, _cost(kept)[0], taken=not better)
     return Compared(request, kept if better else best, (*compared.found, kept), (*compared.trials, trial))
@@ -92,7 +92,7 @@ def _or_with_axes_cut(compared: Compared[SpmdPlan | DoesNotFit]) -> Compared[Spm
     if not (counts := cut_axes(best.boxed, best.mesh, _priced(best) - best.time.launch, pinned)):
         return compared
     request = replace(compared.request, mesh=compared.request.mesh.cut(counts))
-    cut = _plan_as_written(request, keeps=best.recomputed_for_speed is None)
+    cut = _plan_as_written(request, best, keeps=best.recomputed_for_speed is None)
     better = _is_cheaper(cut, best)
     trial = RewriteTrial(CUT, _cost(cut)[0], best.seconds, taken=better)
     found, trials = (*compared.found, cut), (*compared.trials, trial)
@@ -133,13 +133,15 @@ def _gap(seconds: float, least: float) -> float:
     return more if more > ROUNDING else 0.0
 
 
-def _plan_as_written(request: Request, keeps: bool = False) -> SpmdPlan | DoesNotFit:
+def _plan_as_written(
+    request: Request, known: SpmdPlan | DoesNotFit | None = None, keeps: bool = False
+) -> SpmdPlan | DoesNotFit:  # fmt: skip
     """The cheapest plan that was found for one program, which recomputes residuals of loops for speed; none if it
-    `keeps` them."""
+    `keeps` them. The search begins where the known plan of a similar program has its values."""
     passes = passes_that_run("before placing", "one program")
     program = run([p for p in passes if not (keeps and p.name == RESIDUALS)], request.program, request.context)
     request = replace(request, program=program)
-    placing = Placing.of(request)
+    placing = Placing.of(request, known.plan if isinstance(known, DoesNotFit) else known)
     return placing.plan if request.limit is None else placing.within(request.limit)
 
 
@@ -150,7 +152,7 @@ class Placing:
     search: _PlanSearch
 
     @classmethod
-    def of(cls, request: Request) -> Placing:
+    def of(cls, request: Request, known: SpmdPlan | None = None) -> Placing:
         program = request.program
         arguments = [*request.arguments, *[Argument()] * (len(program.in_paths) - len(request.arguments))]
         ties = match_donated(program, arguments)
@@ -162,7 +164,7 @@ class Placing:
                 pin = arguments[tie].pin  # where the next call wants it
             wanted.append(pin)
         asked = replace(request, arguments=tuple(arguments), results=tuple(wanted))
-        return cls(_PlanSearch(asked, tuple(ties)))
+        return cls(_PlanSearch(asked, tuple(ties), known=known))
 
     @property
     def plan(self) -> SpmdPlan:
@@ -312,11 +314,18 @@ that an attempt has to free, or else the recomputed values fill another point of
 
 @dataclass(frozen=True, eq=False)
 class _PlanSearch:
-    """The plans of one program: as it is, or as it recomputes values to save memory."""
+    """The plans of one program: as it is, or as it recomputes values to save memory.
+
+    Attributes:
+      ties: for each result the argument whose placement it takes, if any.
+      bound: no plan costs less.
+      known: a plan of a similar program, where the search begins.
+    """
 
     request: Request
     ties: tuple[int | None, ...]
     bound: float = math.inf
+    known: SpmdPlan | None = None
 
     @property
     def program(self) -> Program:
@@ -345,7 +354,7 @@ class _PlanSearch:
         """The choices of the least cost that the search found. A program that computes something again may go without a
         proof of its own."""
         if self.bound == math.inf:
-            return self.placer.tables.best()
+            return self.placer.tables.best(self.known and self.placer.near(self.known.boxed.placements))
         found = self.placer.tables.best(proved=False)
         return replace(found, bound=max(found.bound, min(self.bound, found.cost)))
 

@@ -47,23 +47,24 @@ class Compared(Generic[T]):
 
 
 def compare(
-    request: Request, plan: Callable[[Request], T | None], cost: Callable[[T], float], cheaper: Callable[[T, T], bool]
-) -> Compared[T]:
+    request: Request, plan: Callable[[Request, T | None], T | None], cost: Callable[[T], float],
+    cheaper: Callable[[T, T], bool],
+) -> Compared[T]:  # fmt: skip
     """The plans of a request's program and of what rewrites make of it.
 
     Args:
-      plan: the plan of a request; None for a rewritten program that cannot be planned.
+      plan: the plan of a request, given the best one so far; None for a rewritten program that cannot be planned.
       cost: the seconds of a plan.
       cheaper: whether the first of two plans is to be taken instead of the second.
     """
-    first = plan(request)
+    first = plan(request, None)
     assert first is not None
     now = Compared(request, first, (first,))
     for rewrite in passes_that_run("if cheaper"):
         given, before = now.request, now.best
         for program in rewrite.made(given.program, given.context):
             other = replace(given, program=program)
-            if (found := plan(other)) is None:
+            if (found := plan(other, before)) is None:
                 continue
             taken = cheaper(found, now.best)
             trial = RewriteTrial(rewrite.name, cost(found), cost(before), taken)

@@ -47,7 +47,7 @@ class Dual:
       bound: the lower bound of the present messages.
       values: the assignment read last; readings: those of the last sweep that was read, forward and back.
       first: for each variable the offset of its values in arrays of all values.
-      work: table entries that one `raise_bound` touches.
+      work, sent: table entries that one `raise_bound` touches, and messages that it sends.
       messages: the messages to all variables, one after the other.
     """
 
@@ -72,6 +72,7 @@ class Dual:
         self.messages = np.zeros(int(np.diff(self.graph.first)[self.graph.other].sum()))
         self._begin = self.messages  # of the next sweep, which copies it
         self._last: tuple[Table, Table] | None = None  # the messages after the last sweep, and how it changed them
+        self.sent = SWEEPS * len(self._tables)  # half of them on each pass
         self.work = 2.0 * SWEEPS * (CALL + sum(t.size + STEP for n in near for t in n.values()))
 
     @property

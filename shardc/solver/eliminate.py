@@ -16,7 +16,7 @@ from typing import Final, NamedTuple, TypeAlias
 import numpy as np
 
 from shardc.solver.cost_tables import FORBIDDEN, Index, Pair, Table
-from shardc.solver.kernels.numpy_kernels import least_of_sum
+from shardc.solver.kernels import Kernels, numpy_kernels
 
 _Scope: TypeAlias = tuple[int, ...]
 
@@ -36,11 +36,10 @@ def elimination_order(count: int, pairs: Sequence[Pair]) -> list[int]:
         around[j].add(i)
 
     def fill(v: int) -> tuple[int, int]:
-        if len(around[v]) > HUB:
-            return len(around[v]) ** 2, len(around[v])
-        near = sorted(around[v])
-        missing = sum(1 for k, a in enumerate(near) for b in near[:k] if b not in around[a])
-        return missing, len(near)
+        near = around[v]
+        if len(near) > HUB:
+            return len(near) ** 2, len(near)
+        return (sum(len(near - around[a]) for a in near) - len(near)) // 2, len(near)
 
     queue = [(*fill(v), v) for v in range(count)]
     heapq.heapify(queue)
@@ -103,6 +102,7 @@ class Elimination:
       unary, pairwise: the costs; pairs are (i, j) with i < j.
       held: an assignment that limits the size of the tables. If a table would grow too large, a variable is fixed at
         its value in `held`; the result costs no more than `held`. None: tables are made whatever their size.
+      kernels: the implementation of the loops.
 
     Attributes:
       least: after `run`, the minimum over the variables that were not fixed.
@@ -110,9 +110,10 @@ class Elimination:
     """
 
     def __init__(
-        self, unary: Sequence[Table], pairwise: Mapping[Pair, Table], held: Sequence[int] | None = None
+        self, unary: Sequence[Table], pairwise: Mapping[Pair, Table], held: Sequence[int] | None = None,
+        kernels: Kernels = numpy_kernels,
     ) -> None:  # fmt: skip
-        self.least, self.work = 0.0, 0.0
+        self.least, self.work, self._kernels = 0.0, 0.0, kernels
         self._held = held
         self._back: list[tuple[int, Table, dict[_Scope, Table]]] = []
         self._largest = float(np.clip(HELD_WORK / max(len(unary), 1), *HELD_TABLE))
@@ -209,7 +210,7 @@ class Elimination:
         # the widest last, so that the inner loop is long
         rest.sort(key=lambda i: (self._own[i].size, i))
         terms = [((v,), self._own[v]), *sorted(tables.items(), key=lambda item: item[0])]
-        least = _least_sum(terms, v, rest)
+        least = _least_sum(terms, v, rest, self._kernels)
         scope = tuple(sorted(rest))
         self._put(scope, least.transpose([rest.index(i) for i in scope]))
 
@@ -223,7 +224,7 @@ def _costs_of(step: tuple[int, Table, dict[_Scope, Table]], values: Sequence[int
     return total
 
 
-def _least_sum(terms: Sequence[tuple[_Scope, Table]], v: int, rest: Sequence[int]) -> Table:
+def _least_sum(terms: Sequence[tuple[_Scope, Table]], v: int, rest: Sequence[int], kernels: Kernels) -> Table:
     """The minimum over `v` of a sum of tables; the dimensions of the result are the variables `rest`."""
     if not rest:
         return np.asarray(np.sum([table for _, table in terms], 0).min())
@@ -240,5 +241,5 @@ def _least_sum(terms: Sequence[tuple[_Scope, Table]], v: int, rest: Sequence[int
             strides[k, order.index(i)] = step
             step *= size[i]
     sizes = np.asarray([size[i] for i in order], np.intp)
-    found = least_of_sum(np.concatenate(entries), np.asarray(begins, np.intp), strides, sizes)
+    found = kernels.least_of_sum(np.concatenate(entries), np.asarray(begins, np.intp), strides, sizes)
     return found.reshape([size[i] for i in rest])

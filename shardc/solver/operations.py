@@ -39,11 +39,11 @@ def _once(operation: Callable[Concatenate[Operations, P], T]) -> Callable[Concat
 
 
 class Operations:
-    """Operations on tables. `work` counts the entries that were touched."""
+    """Operations on tables. `work` counts the entries that were touched, `messages` the messages that were sent."""
 
     def __init__(self, memo: Memo, kernels: Kernels = numpy_kernels) -> None:
         self.memo, self.kernels = memo, kernels
-        self.work = 0.0
+        self.work, self.messages = 0.0, 0
 
     def one(self, table: A) -> A:
         return self.memo.one(table)

@@ -103,6 +103,7 @@ class Search:
       values: the best assignment known, if any; cost: its cost.
       bound: a lower bound, never above `cost`.
       moved_from: the cost from which the last moves began.
+      settled: the cost from which no move along one column gains more than SETTLED.
       limit: table entries (`problem.ops.work`) after which no new turn begins. The work of moves does not count.
     """
 
@@ -116,7 +117,7 @@ class Search:
 
     def __post_init__(self) -> None:
         self.limit = self.options.work
-        self.moved_from = np.inf
+        self.moved_from = self.settled = np.inf
         self._tied = False  # whether layers were tied
 
     def run(self) -> None:
@@ -169,7 +170,7 @@ class Search:
         if turn.part.easy(turn.values, self.options.at_once):
             self._eliminate_all(turn)
             return None
-        if not self._tied:
+        if not self._tied and self.values is None:
             self._tied = True
             self._tie()
         turn.begin()
@@ -216,18 +217,22 @@ class Search:
     def move(self, values: list[int], sweeps: int = SWEEPS, wide: int = 1) -> None:
         """Improve an assignment by moves along `wide` columns of the labels at once, at most `sweeps` times along each.
         This work does not count towards the limit, because moves do not raise the bound."""
-        self.moved_from, begin = self.full.cost(values), self.problem.ops.work
+        self.moved_from, begin, proved = self.full.cost(values), self.problem.ops.work, True
 
         def best_among(values: list[int], columns: Sequence[int]) -> tuple[list[int], float, float]:
+            nonlocal proved
             memo, before = self.problem.ops.memo, self.full.cost(values)
             part = self.problem.among(labelled_alike(self.labels or (), values, columns, memo))
             options = SolverOptions(part.ops.work + MOVE_WORK, SETTLED)
             search = Search(part, self.full, options, None, values, before)
             search.run()
+            proved = proved and search.within(SETTLED)
             return search.values or values, before, search.cost
 
         ways = list(itertools.combinations(range(self._columns), wide))
-        self.offer(move_along(ways, sweeps, values, best_among, self.bound))
+        self.offer(found := move_along(ways, sweeps, values, best_among, self.bound))
+        if proved and self.full.cost(found) == self.cost >= self.moved_from * (1 - SETTLED):
+            self.settled = self.cost
         self.limit += self.problem.ops.work - begin
 
     def raise_to(self, bound: float) -> None:
@@ -277,8 +282,8 @@ class _SearchTurn:
         dual, search, ops, raised = self.dual, self.search, self.problem.ops, 0
         while raised < LOOK[0] or (raised < LOOK[1] and raised * dual.work < FASTER * self._looked):
             dual.raise_bound()
-            ops.work += dual.work
-            ops.kernels = dual.kernels = kernels_after(ops.work, ops.kernels)
+            ops.work, ops.messages = ops.work + dual.work, ops.messages + dual.sent
+            ops.kernels = dual.kernels = kernels_after(ops.work, ops.messages, ops.kernels)
             raised += 1
         rise = self._bound - search.bound
         search.raise_to(self._bound)
@@ -347,7 +352,7 @@ class _SearchTurn:
 
     def eliminate(self, values: Sequence[Index], held: Index | None = None) -> Index:
         """The best assignment among these values. With `held`: a quick search for an assignment that costs no more."""
-        found, work = self.part.eliminate(values, held)
+        found, work = self.part.eliminate(values, held, self.problem.ops.kernels)
         self.problem.ops.work += work
         return found
 
@@ -364,7 +369,7 @@ class _Subproblem:
         order, pairs = self._open(values)
         return elimination_work([len(values[v]) for v in order], pairs, range(len(order))) <= work
 
-    def eliminate(self, values: Sequence[Index], held: Index | None) -> tuple[Index, float]:
+    def eliminate(self, values: Sequence[Index], held: Index | None, kernels: Kernels) -> tuple[Index, float]:
         """The best assignment of these values, or one no worse than `held`; and the work."""
         order, pairs = self._open(values)
         own: list[Table] = []
@@ -377,7 +382,7 @@ class _Subproblem:
             own.append(mine)
         pairwise = {(a, b): block(self.near[v := order[a]][w := order[b]], values[v], values[w]) for a, b in pairs}
         start = None if held is None else [int(np.searchsorted(values[v], held[v])) for v in order]
-        elimination = Elimination(own, pairwise, start)
+        elimination = Elimination(own, pairwise, start, kernels)
         found = elimination.run(range(len(order)))
         whole = np.asarray([some[0] for some in values], np.intp)
         for v, value in zip(order, found, strict=True):

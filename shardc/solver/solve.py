@@ -70,21 +70,19 @@ def minimize(
     search = Search(problem, AssignmentCost(unary, pairwise), options, labels)
     if start is not None:
         search.offer(list(start))
-    if options.together is not None or not _shortened(search, unary, pairwise, start is None):
+    if options.together is not None or not _shortened(search, unary, pairwise):
         search.run()
     values = search.values if search.values is not None else [0] * len(unary)
     met = search.cost - search.bound <= ROUNDING * abs(search.cost)
-    return Assignment(values, search.cost, search.cost if met else search.bound)
+    return Assignment(values, search.cost, search.cost if met else search.bound, search.settled == search.cost)
 
 
-def _shortened(
-    search: Search, unary: Sequence[Table], pairwise: Mapping[Pair, Given], fresh: bool
-) -> bool:  # fmt: skip
+def _shortened(search: Search, unary: Sequence[Table], pairwise: Mapping[Pair, Given]) -> bool:
     """Try to solve the problem as a chain of layers, or by the coarse problem; `search` keeps what they find. Returns
     whether cost and bound are so close that the search can end."""
     options, large, labels = search.options, is_large(pairwise), search.labels
     ops = search.problem.ops
-    chain = find_chain(Numbered(unary, pairwise, ops)) if fresh and options.chain is not False else None
+    chain = find_chain(Numbered(unary, pairwise, ops)) if options.chain is not False else None
     if chain is not None and (options.chain or chain.part <= PART[large]):
 
         def solve_part(

@@ -4,6 +4,7 @@ assignments."""
 import itertools
 import subprocess
 import sys
+from functools import cache
 
 import numpy as np
 import pytest
@@ -141,9 +142,9 @@ def test_least_of_sum(seed):
             row.append(0 if some < n else step)
             step *= int(some)
         strides.append(row[::-1])
-    found = numpy_kernels.least_of_sum(
-        np.concatenate([a.reshape(-1) for a in arrays]), np.asarray(begins), np.asarray(strides), sizes
-    )
+    entries = np.concatenate([a.reshape(-1) for a in arrays])
+    found, other = both(lambda k: k.least_of_sum(entries, np.asarray(begins), np.asarray(strides), sizes))
+    np.testing.assert_array_equal(found, other)
     want = np.broadcast_to(sum(arrays), sizes).min(-2)
     np.testing.assert_allclose(found, want.reshape(-1), rtol=1e-12)
 
@@ -301,16 +302,19 @@ def test_both_implementations_find_the_same_assignment(shape):
     assert one == other
 
 
-def test_large_problems_are_compiled():
-    assert kernels_for([np.zeros((2, 3)), np.zeros((1, 5))], 12) is numpy_kernels
-    assert kernels_for([np.zeros((2, 3)), np.zeros((2, 3))], 12) is numba_kernels
+def test_large_problems_are_compiled(monkeypatch):
+    monkeypatch.setattr("shardc.solver.kernels._compiled", cache(_compiled.__wrapped__))
+    small, large = [np.zeros((2, 3)), np.zeros((1, 5))], [np.zeros((2, 3)), np.zeros((2, 3))]
+    assert kernels_for(small, 12) is numpy_kernels
+    assert kernels_for(large, 12) is numba_kernels
+    assert kernels_for(small, 12) is numba_kernels  # which is loaded now
 
 
 def test_large_problems_are_solved_without_numba(monkeypatch, caplog):
     monkeypatch.delitem(sys.modules, "shardc.solver.kernels.numba_kernels")
     monkeypatch.delattr("shardc.solver.kernels.numba_kernels")
     monkeypatch.setitem(sys.modules, "numba", None)
-    monkeypatch.setattr("shardc.solver.kernels._compiled", _compiled.__wrapped__)
+    monkeypatch.setattr("shardc.solver.kernels._compiled", cache(_compiled.__wrapped__))
     with caplog.at_level("INFO", "shardc"):
         assert kernels_for([np.zeros((2, 3))], 0) is numpy_kernels
     assert "pip install 'shardc[fast]'" in caplog.text
@@ -333,8 +337,8 @@ print(sorted({"numba", "llvmlite", "scipy.optimize"} & set(sys.modules)))
 
 
 def test_a_long_search_goes_on_with_compiled_loops():
-    assert kernels_after(1e8, numpy_kernels) is numpy_kernels
-    assert kernels_after(1e9, numpy_kernels) is numba_kernels
+    assert kernels_after(1e8, 1000, numpy_kernels) is numpy_kernels
+    assert kernels_after(1e9, 0, numpy_kernels) is kernels_after(0, 10**6, numpy_kernels) is numba_kernels
     unary, pairwise = random_problem(next(iter(shapes)), 0, most=6)
     ours, other = dual_of(unary, pairwise, numpy_kernels), dual_of(unary, pairwise, numpy_kernels)
     for _ in range(3):

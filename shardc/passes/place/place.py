@@ -17,10 +17,12 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from shardc.compat import Var
 from shardc.machine.mesh import MeshView
 from shardc.passes.place.domain import Domain, Domains
 from shardc.passes.place.problem import Node, Problem
 from shardc.sbp.placement import Placement
+from shardc.sbp.sub_axes import in_sub_axes
 from shardc.solver import (
     ROUNDING,
     SETTLED,
@@ -33,7 +35,7 @@ from shardc.solver import (
     minimize,
     move,
 )
-from shardc.solver.cost_tables import Given, Index, Table, whole
+from shardc.solver.cost_tables import FORBIDDEN, Given, Index, Table, whole
 from shardc.solver.kernels import Kernels, kernels_for
 from shardc.solver.search import DEFAULT, SWEEPS
 
@@ -174,7 +176,7 @@ class Tables:
         """
         together = None if proved else self.together
         found = self.minimize(start, together=together)
-        if found.gap > SETTLED:  # a move that gains no more counts as none
+        if found.gap > SETTLED and not found.settled:  # a move that gains no more counts as none
             values = self.move(found.values)
             cost = AssignmentCost(self.unary, self.pairwise).cost(values)
             found = min(replace(found, values=values, cost=cost), found, key=lambda a: a.cost)
@@ -213,6 +215,26 @@ class Placer:
         self.problem, self.mesh = problem, mesh
         self.domains = Domains(problem, mesh, [a for a, n in mesh.axes if n > 1])
         self.tables = Tables.of(problem, self.domains)
+
+    def near(self, placements: Mapping[Var, Placement]) -> list[int] | None:
+        """The best choices that leave values where a plan of a similar program has them, on the mesh or on the user's;
+        None: there are none."""
+        values, idle = self.problem.values, self.mesh.idle
+        known = {id(values[v]): in_sub_axes(p, self.mesh).without(idle) for v, p in placements.items() if v in values}
+        masks: dict[tuple[Domain, tuple[Placement | None, ...]], Index] = {}
+
+        def left(n: Node, d: Domain) -> Index:
+            made = tuple(known.get(id(v)) for v in n.results)
+            if (d, made) not in masks:
+                ports = {k: p for k, p in enumerate(made, len(n.operands)) if p is not None}
+                masks[d, made] = np.flatnonzero(d.choices_at(ports))
+            return masks[d, made]
+
+        offered = [left(n, d) for n, d in zip(self.problem.nodes, self.domains.of, strict=True)]
+        if not all(some.size for some in offered):
+            return None
+        found = self.tables.among(offered).minimize(close=SETTLED)
+        return found.values if found.cost < FORBIDDEN else None
 
     def least_seconds(self, bound: float, cost: float, seconds: float) -> float:
         """A lower bound of the seconds of all plans but for their launch.

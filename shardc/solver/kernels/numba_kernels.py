@@ -56,7 +56,7 @@ _at = intrinsic(cast(Any, _pointer))
 
 
 class CompiledPasses(NumpyPasses):
-    """Passes whose messages are compiled."""
+    """Passes whose loops over edges are compiled."""
 
     def __init__(self, graph: Graph, tables: Sequence[Table]) -> None:
         super().__init__(graph, tables)
@@ -64,6 +64,15 @@ class CompiledPasses(NumpyPasses):
 
     def send(self, own: Table, messages: Table, forward: bool, read: bool, values: Index) -> float:
         return _send(self._compiled, own, messages, forward, read, values)
+
+    def handed(self, own: Table, messages: Table) -> tuple[Table, Table]:
+        return _handed(self._compiled, own, messages)
+
+    def excess(self, own: Table, messages: Table) -> Table:
+        return _excess(self._compiled, own, messages)
+
+    def improve(self, own: Table, values: Index, passes: int) -> float:
+        return _improve(self._compiled, own, values, passes)
 
 
 passes = CompiledPasses
@@ -172,6 +181,121 @@ def _send(g: Graph, own: Table, messages: Table, forward: bool, read: bool, valu
                 bound += least
             message -= least
     return bound
+
+
+@compiled
+def _handed(g: Graph, own: Table, messages: Table) -> tuple[Table, Table]:
+    """As `NumpyPasses.handed`."""
+    left, given, all_costs = np.empty(own.size), np.zeros(messages.size), np.empty(own.size)
+    for v in range(g.order.size):
+        costs = all_costs[: _size(g, v)]
+        _costs(g, own, messages, v, costs)
+        for e in range(g.start[v], g.split[v]):
+            k, share = g.at[g.twin[e]], g.share[v]
+            for a in range(costs.size):
+                given[k + a] = costs[a] * share - messages[k + a]
+        k = g.first[v]
+        for a in range(costs.size):
+            left[k + a] = costs[a] * g.left[v]
+    return left, given
+
+
+@compiled
+def _excess(g: Graph, own: Table, messages: Table) -> Table:
+    """As `NumpyPasses.excess`."""
+    left, given = _handed(g, own, messages)
+    found = np.empty(own.size)
+    for v in range(g.order.size):
+        mine = left[g.first[v] : g.first[v + 1]]
+        found[g.first[v] : g.first[v + 1]] = mine - mine.min()
+    for v in range(g.order.size):
+        for e in range(g.start[v], g.split[v]):
+            j, back = g.other[e], g.twin[e]
+            mine = given[g.at[back] : g.at[back] + _size(g, v)]
+            theirs = messages[g.at[e] : g.at[e] + _size(g, j)]
+            here, there = np.empty(mine.size), np.empty(theirs.size)
+            least_sums(_table(g, back), -theirs, here)
+            least_sums(_table(g, e), mine, there)
+            here += mine
+            there -= theirs
+            found[g.first[v] : g.first[v + 1]] += here - here.min()
+            found[g.first[j] : g.first[j + 1]] += there - there.min()
+    return found
+
+
+@compiled
+def _improve(g: Graph, own: Table, values: Index, passes: Int) -> float:
+    """As `NumpyPasses.improve`."""
+    all_costs = np.empty(own.size)
+    for _ in range(passes):
+        changed = False
+        for v in g.order:
+            costs, k = all_costs[: _size(g, v)], g.first[v]
+            for a in range(costs.size):
+                costs[a] = own[k + a]
+            for e in range(g.start[v], g.start[v + 1]):
+                _add_column(g, e, values[g.other[e]], costs)
+            best = costs.argmin()
+            if costs[best] < costs[values[v]]:
+                values[v], changed = best, True
+        if not changed:
+            break
+    total = 0.0
+    for v in g.order:
+        total += float(own[g.first[v] + values[v]])
+        for e in range(g.split[v], g.start[v + 1]):
+            total += float(_table(g, e)[values[v] * _size(g, g.other[e]) + values[g.other[e]]])
+    return total
+
+
+@compiled
+def least_of_sum(entries: Table, begins: Index, strides: Index, sizes: Index) -> Table:
+    """As `numpy_kernels.least_of_sum`: the terms are added in its order."""
+    count, last = sizes.size - 2, sizes[sizes.size - 1]
+    found = np.empty((sizes[:count].prod(), last))
+    offset, at, row = begins.copy(), np.zeros(count, np.int64), np.empty(last)
+    for out in found:
+        out[:] = np.inf
+        for m in range(sizes[count]):
+            _add_terms(entries, offset + m * strides[:, count], strides[:, count:], row)
+            for b in range(last):
+                out[b] = row[b] if row[b] < out[b] else out[b]
+        for t in range(begins.size):
+            if not strides[t, count]:
+                _add_row(entries, offset[t], strides[t, count + 1], out)
+        for d in range(count - 1, -1, -1):  # the next entry of the dimensions before
+            at[d] += 1
+            offset += strides[:, d]
+            if at[d] < sizes[d]:
+                break
+            offset -= sizes[d] * strides[:, d]
+            at[d] = 0
+    return found.reshape(-1)
+
+
+@compiled
+def _add_terms(entries: Table, offset: Index, strides: Index, row: Table) -> None:
+    """row = the sum of the terms that have the dimension of the minimum: those without the last dimension, then the
+    others, the first of them last. `strides`: (terms, 2) of both dimensions."""
+    total, first = 0.0, -1
+    for t in range(offset.size):
+        if strides[t, 0] and not strides[t, 1]:
+            total += entries[offset[t]]
+    row[:] = total
+    for t in range(offset.size):
+        if strides[t, 0] and strides[t, 1]:
+            if first < 0:
+                first = t
+            else:
+                _add_row(entries, offset[t], 1, row)
+    if first >= 0:
+        _add_row(entries, offset[first], 1, row)
+
+
+@compiled
+def _add_row(entries: Table, offset: Int, step: Int, row: Table) -> None:
+    for b in range(row.size):
+        row[b] += entries[offset + b * step]
 
 
 @compiled

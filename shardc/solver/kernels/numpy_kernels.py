@@ -127,15 +127,6 @@ def unbeaten(gain: Table) -> Index:
 
 
 def least_of_sum(entries: Table, begins: Index, strides: Index, sizes: Index) -> Table:
-    """The minimum, over the second to last dimension, of a sum of broadcast arrays; flat.
-
-    Args:
-      entries: the entries of all arrays, one array after the other.
-      begins: (arrays,) offset of each array in `entries`.
-      strides: (arrays, dimensions) strides in entries; 0: the array does not depend on the dimension. Last stride: 0 or
-        1.
-      sizes: (dimensions,) the shape of the sum; at least two dimensions.
-    """
     shape: list[int] = sizes.tolist()
     columns, wide, rest = list[Table](), list[Table](), list[Table]()
     for begin, some in zip(begins.tolist(), strides.tolist(), strict=True):

@@ -15,11 +15,11 @@ from examples import gpt2
 from examples.plans.gpt2 import data_tensor
 from shardc import S
 from shardc.machine.mesh import make_mesh, view
-from shardc.passes.place.domain import Domains
-from shardc.passes.place.place import Tables, place
+from shardc.passes.place.place import Placer
 from shardc.passes.place.problem import Requirement, build_problem, first_of_alike
 from shardc.passes.trace.canonicalize import canonicalize
 from shardc.sbp.placement import Pin, Placement
+from shardc.solver import AssignmentCost
 
 FUNCTIONS = {
     "two matmuls": (lambda x, w, v: (x @ w) @ v, [(16, 4), (4, 8), (8, 4)]),
@@ -42,8 +42,13 @@ def problem_of(name, pin):
 def test_one_axis_is_solved_to_the_optimum(name, pin):
     mesh = view(make_mesh(topology="cpu", a=4))
     problem = problem_of(name, pin)
-    placed = place(problem, mesh)
-    tables = Tables.of(problem, Domains(problem, mesh, ("a",)))
+    placer = Placer(problem, mesh)
+    found = placer.tables.best()
+    placed, tables = placer.placed(found), placer.tables
+    made = {v: placed.ports[x.maker][len(x.maker.operands) + x.port] for v, x in problem.values.items()}
+    near = placer.near(made)
+    assert near is not None
+    assert AssignmentCost(tables.unary, tables.pairwise).cost(near) == pytest.approx(found.cost, rel=1e-3)
     choices = [range(len(u)) for u in tables.unary]
     assert np.prod([len(c) for c in choices]) < 3e6
     best = np.inf
