@@ -122,6 +122,7 @@ def test_the_run_that_came_before_is_kept_out(memory):
         before._writer.wait()
         with shardc.checkpoints(memory) as after:
             after.step(1, state)
+            after._writer.wait()
             before.step(1, state)
             before._writer.wait()
             before.step(2, state)
