@@ -109,11 +109,10 @@ class Domains(ValueTables):
         self._computing = _computing_groups(problem, mesh)
         self.of = [self._domain(n) for n in problem.nodes]
 
-    def rings(self, n: Node) -> NDArray[np.bool_] | None:
-        """(choices, axes) whether a choice has a ring there; None if none has."""
-        around = np.asarray([*(s.around is not None for s in n.options), True])  # of a product they come last
-        found = around[np.minimum(self.of[n.number].options, len(n.options))]
-        return found if found.any() else None
+    def rings(self, n: Node) -> NDArray[np.bool_]:
+        """(choices, axes) whether a choice has a ring there."""
+        around = np.asarray([*(s.around is not None for s in n.options), True], np.bool_)  # of a product they come last
+        return around[np.minimum(self.of[n.number].options, len(n.options))]
 
     def _domain(self, n: Node) -> Domain:
         tables = tuple([None if v is None else self.table(v) for v in (*n.operands, *n.results)])

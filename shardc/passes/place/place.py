@@ -257,16 +257,14 @@ class Placer:
         the search only the permutes of rings are hidden beside computing, to a plan gathers and reductions, too."""
         domains, chosen = self.domains, found.values
         rings = [domains.rings(n) for n in self.problem.nodes]
-        axes = {int(k) for r, c in zip(rings, chosen, strict=True) if r is not None for k in np.flatnonzero(r[c])}
+        axes = {int(k) for r, c in zip(rings, chosen, strict=True) for k in np.flatnonzero(r[c])}
         banned = [[k] for k in sorted(axes)]
         for some in [sorted(axes), *banned] if len(axes) > 1 else banned:
-            gone = [None if r is None else r[:, some].any(1) for r in rings]
-            near = self.tables.around(
-                [i for i, (g, c) in enumerate(zip(gone, chosen, strict=True)) if g is not None and g[c]]
-            )
+            gone = [r[:, some].any(1) for r in rings]
+            near = self.tables.around([i for i, (g, c) in enumerate(zip(gone, chosen, strict=True)) if g[c]])
             offered = [
-                np.asarray([c]) if i not in near else np.arange(len(d.seconds)) if g is None else np.flatnonzero(~g)
-                for i, (d, g, c) in enumerate(zip(domains.of, gone, chosen, strict=True))
+                np.flatnonzero(~g) if i in near else np.asarray([c], np.intp)
+                for i, (g, c) in enumerate(zip(gone, chosen, strict=True))
             ]
             values = self.tables.among(offered).minimize().values
             cost = AssignmentCost(self.tables.unary, self.tables.pairwise).cost(values)
