@@ -2,9 +2,9 @@
 operations.
 
 A light operation is fused into its readers. So a group of them writes only what something else reads: a heavy
-operation, a collective, a loop, the caller; and what an operation of it updates in place. It reads only what no light
-operation made. All light operations together read such a value once, in equal shares. A sum of a product and of what a
-loop carries is part of the product.
+operation, a collective, a loop, the caller; and what a scatter of it, a kernel of its own, updates. It reads only what
+no light operation made. All light operations together read such a value once, in equal shares. A sum of a product and
+of what a loop carries is part of the product.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ PARTLY_READ = frozenset(("gather", "slice", "dynamic_slice", "box"))
 UPDATED_OPERAND = {"dynamic_update_slice": 1, "scatter": 2, "scatter-add": 2}
 """Operations that update a part of their first operand in place, and the number of the operand that they write
 there."""
+SCATTERS = frozenset(("scatter", "scatter-add"))
+"""Operations that are never fused into their readers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +140,7 @@ def fused_groups(jaxpr: Jaxpr, light: Set[Eqn], same: Set[Eqn], held: Mapping[Va
         put = eqn.invars[UPDATED_OPERAND[name]] if name in UPDATED_OPERAND else None
         for v in eqn.outvars:
             written[v] = held[v if put is None or compat.is_literal(put) else put], number
-        if put is not None:
+        if name in SCATTERS:
             wanted.update(eqn.outvars)
     results = [root.get(a, a) for a in jaxpr.outvars if not compat.is_literal(a)]
     wanted.update([v for v in results if v in written])

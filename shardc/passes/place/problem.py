@@ -29,7 +29,7 @@ from shardc.ir.user_shard_map import is_unit, unit_placements, unit_signatures, 
 from shardc.ir.walk import itemsize_of, operation_of
 from shardc.machine.mesh import MeshView
 from shardc.passes.estimate.backend import backend_of
-from shardc.passes.estimate.traffic import PARTLY_READ, UPDATED_OPERAND, accumulations, joined
+from shardc.passes.estimate.traffic import PARTLY_READ, SCATTERS, UPDATED_OPERAND, accumulations, joined
 from shardc.sbp import rules as _rules
 from shardc.sbp.placement import SBP, B, P, Pin, Placement, ReduceOp, S
 from shardc.sbp.signature import Operation, Rule, Signature, find_rule, gathered, signatures
@@ -571,8 +571,8 @@ def _join_sums(found: Mapping[Eqn, Sequence[Eqn]], b: Builder) -> None:
 
 def _add_traffic(value: Value) -> None:
     """Add a value to the memory traffic of the light operations that move its bytes after fusion (`fused_bytes` counts
-    it later). A light maker writes the value if another kind of operation reads it, or if it updates a part of one. If
-    another kind of operation made it, all light readers together read it once."""
+    it later). A light maker writes the value if another kind of operation reads it, or if it is a scatter. If another
+    kind of operation made it, all light readers together read it once."""
     maker = value.maker
     if _says_where(maker):
         return
@@ -585,7 +585,7 @@ def _add_traffic(value: Value) -> None:
                 port = len(r.node.operands)
             if port or name not in UPDATED_OPERAND:
                 r.node.traffic += ((port, 1 / len(light)),)
-    elif len(light) < len(readers) or _name(maker) in UPDATED_OPERAND:
+    elif len(light) < len(readers) or _name(maker) in SCATTERS:
         port = UPDATED_OPERAND.get(_name(maker), len(maker.operands) + value.port)
         maker.traffic += ((port, 1.0),)
 
