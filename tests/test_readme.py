@@ -26,6 +26,8 @@ from shardc.__main__ import main
 
 ROOT = Path(__file__).parents[1]
 BENCHMARKS = sorted((ROOT / "benchmarks").rglob("*.md"))
+DEAR = ("libraries", "parameter-servers", "evaluation", "fine-tuning", "mixed-precision")
+"""Pages that take 15 s or more, and show what other tests look at."""
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")), *BENCHMARKS]
 BLOCK = re.compile(r"^```python\n(?P<code>.*?)^```\n(?:\s*^```text\n(?P<printed>.*?)^```\n)?", re.MULTILINE | re.DOTALL)
 COMMAND = re.compile(r"^```console\n\$ python -m shardc (?P<options>.*)\n(?P<printed>(?:(?!```).*\n)+)", re.MULTILINE)
@@ -45,7 +47,14 @@ def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("empty_folder")
-@pytest.mark.parametrize("page", [p for p in PAGES if BLOCK.search(p.read_text())], ids=page_id)
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(p, marks=[pytest.mark.sampled(0)] * (p.stem in DEAR), id=page_id(p))
+        for p in PAGES
+        if BLOCK.search(p.read_text())
+    ],
+)
 def test_blocks_run_and_print_what_they_say(page: Path) -> None:
     text, names = page.read_text(), {"__name__": "page"}
     for block in BLOCK.finditer(text):

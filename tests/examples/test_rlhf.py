@@ -27,6 +27,7 @@ def test_the_learner_finds_the_chances_that_the_policy_wrote():
     np.testing.assert_array_equal(written["tokens"][:, 0], prompt_N)
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.usefixtures("compiled_fast")
 def test_the_policy_writes_with_the_version_before_and_all_equals_one_device():
     train, start = rlhf.make_flow(CFG, rlhf.Meshes.of(shardc.devices()))

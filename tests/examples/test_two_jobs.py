@@ -31,6 +31,7 @@ def reference():
     return losses, scores
 
 
+@pytest.mark.sampled(0)
 def test_two_jobs(capsys, monkeypatch):
     monkeypatch.setattr(gang, "_PATIENCE", (0.1, 0.1))  # this machine may be loaded
     assert two_jobs.main(["--steps", str(STEPS), "--every", str(EVERY), "--config", "test"]) == 0

@@ -237,6 +237,7 @@ print("let in", flush=True)
 """
 
 
+@pytest.mark.sampled(0)
 @pytest.mark.skipif(not MTLS, reason="this release of JAX takes no certificates")
 def test_a_stranger_is_no_node_of_jax(tmp_path):
     """It says that it is node 1 of the coordination service: without certificates that killed process 0."""

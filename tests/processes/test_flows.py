@@ -10,6 +10,7 @@ CASES = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled(0)
 def test_flows_in_three_processes():
     names = [
         "late_parameters", "a_run_goes_on_from_a_state_that_lives_elsewhere", "a_failure_is_one_error_in_all_processes",

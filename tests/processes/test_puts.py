@@ -11,6 +11,7 @@ CASES = [
 PUT = "--carrier", "put"
 
 
+@pytest.mark.sampled(0)
 def test_values_of_two_processes():
     run(CASES, islands=1, devices=4, module="tests.processes.puts", words=PUT)
 

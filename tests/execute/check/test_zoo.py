@@ -49,7 +49,7 @@ def check_of(model, plan, axes, dtype):
     assert report.borders and report.results == len(jax.tree.leaves(state)) + 1
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(0)
 @pytest.mark.parametrize("case", [c for c in CASES if c[0] in SMALL], ids=str)
 def test_a_check_of_a_training_step_finds_nothing(case):
     check_of(*case)

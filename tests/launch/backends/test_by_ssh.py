@@ -111,6 +111,7 @@ def test_a_lost_process_is_started_again(by_ssh, tmp_path):
     assert err == "process 1 is lost (killed by SIGKILL); started again, 0 restarts are left\n"
 
 
+@pytest.mark.sampled(0)
 def test_a_lost_agent_is_started_again_by_a_new_ssh(by_ssh, tmp_path):
     path = script(tmp_path, RESTARTED.format(signal=9, rejoins=True).replace("os.getpid()", "os.getppid()"))
     with by_ssh(path, "--hosts", "far,near", "--islands", 2, "--restarts", 1) as run:

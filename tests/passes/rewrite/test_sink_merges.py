@@ -231,7 +231,7 @@ def test_values(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 MESHES = [shardc.make_mesh(data=2, space=4), shardc.make_mesh(data=8), shardc.make_mesh(a=2, b=2, c=2)]
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", CASES)
 def test_on_devices(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One device's numbers wherever the arguments are split, evenly or not, and what was planned is found."""
