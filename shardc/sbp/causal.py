@@ -33,7 +33,7 @@ from shardc.sbp.placement import local_shape
 from shardc.sbp.signature import Operation, Passed, Setting, Site, bind_same
 
 State: TypeAlias = tuple[Any, ...]
-"""What queries have so far, in float32: the result and the logarithms of sums of exponentials, or their gradient."""
+"""The state of queries in float32: their result and the logarithms of sums of exponentials, or their gradient."""
 
 QUERY, KEY, VALUE, SUMS, RESULT, COTANGENT = 0, 1, 2, 10, 11, 12
 """Operands of attention, and those that its gradients have besides."""
@@ -83,7 +83,7 @@ def token_axes(setting: Setting) -> tuple[tuple[str, ...], bool]:
 
 
 def token_sends(setting: Setting) -> list[Passed]:
-    """What each device sends: pieces of operands that are dealt out or go around, then those of results."""
+    """The arrays that each device sends: pieces of operands that are dealt out or go around, then those of results."""
     op, at, count = setting.op, tokens_of(setting.op), len(setting.op.operands)
     axes, around = token_axes(setting)
     n, gradients = math.prod(setting.sizes[a] for a in axes), len(setting.op.operands) > COTANGENT

@@ -1,5 +1,6 @@
 """Axes that are to be cut in sub-axes: where a program reshapes a dimension to one that is shorter than an axis, where
-two axes of unequal sizes change what they split, and where an axis is longer than every dimension that it could split.
+a boxing moves an axis to or from a dimension that an axis of another size splits, and where an axis is longer than
+every dimension that it could split.
 
     reshape f32[64,d] at {data: S(0)} on data=8 --> f32[4,16,d] at {data[0]: S(0), data[1]: S(1)}, sizes 4 and 2
     f32[8,8] at {a: S(0), b: S(1)} on a=4, b=2 --> {b: S(0), a: S(1)}: all of `a` goes, or its inner half and a permute
