@@ -119,6 +119,17 @@ class Run:
         self.processes = [FakeProcess(p, script, self.events) for p in range(processes)]
         self.supervisor = Supervisor(Job(first), self.processes, Screen(), job_of, self.server, self.events)
 
+    def put_when_joined(self, *events, pause=0.3):
+        """Put the events, in this order, once all processes have joined, with a pause before each."""
+
+        def put():
+            until(lambda: (members := self.supervisor._members) and all(m.joined for m in members))
+            for event in events:
+                time.sleep(pause)
+                self.events.put(event)
+
+        threading.Thread(target=put, daemon=True).start()
+
     def __call__(self, seconds=30):
         try:
             return within(seconds, self.supervisor.run)
@@ -417,7 +428,7 @@ def test_processes_that_wait_for_one_another_end_the_run(tmp_path, capfd):
 
 def test_an_interrupt_ends_all(tmp_path):
     run = Run(tmp_path, work(True, 10**6))
-    threading.Timer(0.3, run.events.put, [("interrupt",)]).start()
+    run.put_when_joined(("interrupt",))
     begin = time.monotonic()
     assert run() == 130
     assert time.monotonic() - begin < 5
@@ -448,8 +459,7 @@ def loop_of(steps, ends, pause=0.01, saves=True):
 def test_a_run_that_is_asked_to_end_saves_at_one_step(tmp_path, capfd):
     ends = []
     run = Run(tmp_path, loop_of(10**6, ends), 3, 3)
-    for event in (("terminate", 1), ("terminate",)):  # a scheduler signals all launchers
-        threading.Timer(0.5, run.events.put, [event]).start()
+    run.put_when_joined(("terminate", 1), ("terminate",), pause=0.0)  # a scheduler signals all launchers
     assert run() == 143
     assert len(ends) == 3 and len(set(ends)) == 1
     assert capfd.readouterr().err == (
@@ -460,13 +470,13 @@ def test_a_run_that_is_asked_to_end_saves_at_one_step(tmp_path, capfd):
 
 def test_scripts_that_end_before_their_next_step_end_well(tmp_path):
     run = Run(tmp_path, loop_of(1, [], pause=1.0), 2, 2)
-    threading.Timer(0.5, run.events.put, [("terminate",)]).start()
+    run.put_when_joined(("terminate",))
     assert run() == 0
 
 
 def test_a_run_without_a_loop_that_saves_is_interrupted(tmp_path, capfd):
     run = Run(tmp_path, loop_of(10**6, [], saves=False))
-    threading.Timer(0.3, run.events.put, [("terminate",)]).start()
+    run.put_when_joined(("terminate",))
     assert run() == 143
     assert "processes 0, 1 have no loop that saves\n" in capfd.readouterr().err
 
@@ -479,8 +489,7 @@ def test_a_step_that_takes_too_long_is_killed(tmp_path, capfd, again, said):
         cluster.published("never", 1 - cluster.me)
 
     run = Run(tmp_path, script, grace=20.0 if again else 1.0)
-    for at in (0.3, 0.8)[: 1 + again]:
-        threading.Timer(at, run.events.put, [("terminate",)]).start()
+    run.put_when_joined(*[("terminate",)] * (1 + again))
     begin = time.monotonic()
     assert run() == 143
     assert time.monotonic() - begin < 10
@@ -497,7 +506,7 @@ def test_a_loss_while_all_save_ends_the_run(tmp_path, capfd):
         cluster.gather("saved", "")
 
     run = Run(tmp_path, script, 2, 2, 3)
-    threading.Timer(0.3, run.events.put, [("terminate",)]).start()
+    run.put_when_joined(("terminate",))
     assert run() == 143
     err = capfd.readouterr().err
     assert "OSError: no disk" in err and "started again" not in err
