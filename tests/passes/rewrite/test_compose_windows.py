@@ -96,6 +96,20 @@ def laplacian(mode: str) -> Callable[[Any], Any]:
     return step
 
 
+def unlike_neighbours(mode: str) -> Callable[[Any], Any]:
+    """The sum of the nine neighbours in a plane, each with a weight of its own."""
+
+    def step(u: Any) -> Any:
+        if mode == "roll":
+            shifts = [jnp.roll(u, (i - 1, j - 1), (0, 1)) for i in range(3) for j in range(3)]
+        else:
+            q = jnp.pad(u, ((1, 1), (1, 1), *[(0, 0)] * (u.ndim - 2)), mode=mode)
+            shifts = [q[i : len(u) + i, j : u.shape[1] + j] for i in range(3) for j in range(3)]
+        return sum((0.1 * k + 0.1) * v if k % 2 else v / (k + 1.0) for k, v in enumerate(shifts))
+
+    return step
+
+
 STEPS: dict[str, Callable[[Any], Any]] = {
     "set": lambda u: u.at[1:-1].set(0.5 * (u[2:] + u[:-2])),
     "set in two dimensions": lambda u: u.at[1:-1, 1:].set(jnp.exp(u[2:, 1:] + u[:-2, :-1])),
@@ -130,6 +144,9 @@ STEPS: dict[str, Callable[[Any], Any]] = {
     "roll": lambda u: jnp.roll(u, 3, 0),
     "roll in two dimensions": lambda u: jnp.roll(u, (1, -1), (0, 1)),
     "rolls": lambda u: jnp.roll(jnp.roll(u, 1, 0), 2, 0) * u,
+    "unlike neighbours": unlike_neighbours("constant"),
+    "unlike neighbours with edges": unlike_neighbours("edge"),
+    "unlike neighbours around": unlike_neighbours("roll"),
     "transposed": lambda u: jnp.pad((u[2:] + u[:-2]).T[None], ((0, 0), (0, 0), (1, 1)))[0].T,
     "strided": lambda u: jnp.pad(u, ((1, 1), (0, 0)))[2:, ::2],
     "reversed": lambda u: jnp.pad(u, ((1, 1), (0, 0)))[:1:-1] + u,
@@ -196,6 +213,24 @@ def test_nothing_leaks_from_what_is_masked() -> None:
         np.testing.assert_array_equal(got, want)
 
 
+def test_zeros_around_copies_stay_zeros_whatever_these_are_scaled_by() -> None:
+    """Weights that are infinite, or not numbers, when the program runs; of two, both are copies of the gradient."""
+
+    def sums(u: Any, a: Any, b: Any) -> Any:
+        q = jnp.pad(u, ((1, 1), (0, 0)))
+        return q[:-2] * a + q[2:] / b
+
+    u, before = numbers(13, 3), None
+    for a, b in ((np.inf, 2.0), (2.0, 0.0), (np.nan, np.nan)):
+        grad = lambda u, a, b: jax.vjp(lambda u: sums(u, a, b), u)[1](jnp.ones_like(u))  # noqa: E731
+        args = (u, jnp.float32(a), jnp.float32(b))
+        before, _ = canonicalize(jax.make_jaxpr(grad)(*args))
+        after = composed(before)
+        want, got = (jaxpr_as_fun(compat.close(j))(*args)[0] for j in (before, after))
+        assert after is not before and np.isfinite(want).any() == (a == 2.0 or b == 2.0)
+        np.testing.assert_array_equal(got, want)
+
+
 def random_step(rng: np.random.Generator, u: Any) -> Any:
     """A random composition of slices, padding, joins, rolls, writes and elementwise work, of about the size of `u`."""
     n, values = len(u), [u]
@@ -258,6 +293,8 @@ SENT: dict[str, tuple[int, Callable[[Any], Any]]] = {
     "nine neighbours": (2, lambda u: sum(
         jnp.pad(u, ((1, 1), (1, 1), (0, 0)))[i : len(u) + i, j : u.shape[1] + j] for i in range(3) for j in range(3)
     )),
+    "unlike neighbours": (2, unlike_neighbours("constant")),
+    "unlike neighbours around": (2, unlike_neighbours("roll")),
 } | {
     mode: (2, lambda u, mode=mode: near(jnp.pad(u, ((1, 1), (0, 0), (0, 0)), mode=mode)) - 2 * u)
     for mode in ("constant", "edge", "wrap")
@@ -292,7 +329,7 @@ def test_ghost_cells() -> None:
 
 ON_MESHES = (
     "set", "dynamic_update_slice", "edges along all dimensions", "convolution of wide edges", "around", "walls of it",
-    "difference of differences", "rolls",
+    "difference of differences", "rolls", "unlike neighbours around",
 )  # fmt: skip
 
 

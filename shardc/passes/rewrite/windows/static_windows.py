@@ -73,9 +73,11 @@ def is_zero(atom: Atom, made: Mapping[Var, Eqn]) -> bool:
 
 
 def is_zeros(atom: Atom, made: Mapping[Var, Eqn]) -> bool:
-    """Whether all elements of a value are known to be zeros."""
+    """Whether all elements of a value are known to be zeros; it may have none."""
     if compat.is_literal(atom):
         return not np.any(np.asarray(atom.val))
+    if not math.prod(atom.aval.shape):
+        return True
     eqn = made.get(atom)
     if eqn is None:
         return False

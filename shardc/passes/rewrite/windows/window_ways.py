@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -35,6 +37,8 @@ from shardc.passes.rewrite.windows.range_sums import (
 from shardc.passes.rewrite.windows.static_windows import (
     Write,
     adds_ones,
+    constant,
+    fill_of,
     is_zero,
     padded_form,
     same_as,
@@ -67,6 +71,22 @@ class Home(NamedTuple):
         return Home(self.size, self.first + by, self.last + by)
 
 
+class Scaled(NamedTuple):
+    """An array times a number, or divided by it.
+
+    Attributes:
+      source: the array.
+      number: the number.
+      fn: lax.mul or lax.div.
+      keeps_zeros: whether the number is known, and zeros stay zeros: it is finite, and none divides by zero.
+    """
+
+    source: Var
+    number: Atom
+    fn: Callable[..., Any]
+    keeps_zeros: bool
+
+
 class Facts:
     """Facts about values, from the equations that compute them.
 
@@ -76,6 +96,8 @@ class Facts:
       moved: the sums of ranges that variables are.
       writes: the writes that make variables.
       same: the variables that are copies, and the atoms that they copy.
+      scaled: the moved arrays that are another array times a number.
+      copies: how many of these there are of each array.
       folded: whether the padding of some array became padding of a convolution.
     """
 
@@ -85,6 +107,8 @@ class Facts:
         self.moved: dict[Var, Moved] = {}
         self.writes: dict[Var, Write] = {}
         self.same: dict[Var, Atom] = {}
+        self.scaled: dict[Var, Scaled] = {}
+        self.copies: Counter[Var] = Counter()
         self.folded = False
 
     def named(self, atom: Atom) -> Atom:
@@ -123,6 +147,10 @@ class Facts:
             )
             if fits and 0 < len(found.terms) <= MOST_TERMS:
                 self.moved[out] = found
+                for t in found.terms:
+                    if t.source not in self.scaled and (scaled := self._scaled(t.source)) is not None:
+                        self.scaled[t.source] = scaled
+                        self.copies[scaled.source] += 1
         way = way_of(eqn)
         if way is not None:
             homes = way.homes(self, eqn)
@@ -131,6 +159,24 @@ class Facts:
             )
             if any(h.size != n for h, n in zip(kept, shape_of(out), strict=True)):
                 self.homes[out] = tuple(Home(n) if h.size == n else h for h, n in zip(kept, shape_of(out), strict=True))
+
+    def _scaled(self, out: Var) -> Scaled | None:
+        """What a value of the size of its home is a scaled copy of. None if it is none."""
+        eqn = self.made.get(out)
+        if (
+            eqn is None
+            or eqn.primitive.name not in ("mul", "div")
+            or any(map(functools.partial(self.odd, out), range(len(shape_of(out)))))
+        ):
+            return None
+        fn = lax.mul if eqn.primitive.name == "mul" else lax.div
+        for x, number in (eqn.invars, eqn.invars[::-1])[: 1 + (fn is lax.mul)]:
+            fill = fill_of(number, self.made) if shape_of(number) else number
+            if fill is not None and not compat.is_literal(x) and shape_of(x) == shape_of(out):
+                value = constant(fill, self.made)
+                keeps_zeros = value is not None and np.isfinite(value) and (fn is lax.mul or value != 0)
+                return Scaled(x, fill, fn, bool(keeps_zeros))
+        return None
 
     def homes_of(self, atom: Atom) -> tuple[Home, ...]:
         found = None if compat.is_literal(atom) else self.homes.get(atom)
@@ -570,16 +616,37 @@ def shifted(out: Var, held: Box, box: Box, eqn: Eqn | None) -> Recipe:
 
 
 class Read(NamedTuple):
-    """A view that is read of the array of a term, and the ranges of it: (dimension, size, ranges)."""
+    """A view that is read of the array of a term, the ranges of it, as (dimension, size, ranges), and what these are
+    scaled by."""
 
     source: Var
     box: Box
     ranges: tuple[tuple[int, int, Ranges], ...]
+    scaled: Scaled | None = None
 
-    def of(self, x: Any) -> Any:
+    @property
+    def views(self) -> list[tuple[Atom, Box]]:
+        return [(self.source, self.box), *([] if self.scaled is None else [(self.scaled.number, ())])]
+
+    def of(self, x: Any, number: Any = None) -> Any:
         for dim, size, ranges in self.ranges:
             x = from_ranges(x, dim, size, ranges)
-        return x
+        if self.scaled is None:
+            return x
+        value = self.scaled.fn(x, lax.broadcast(number, x.shape))
+        if self.scaled.keeps_zeros:
+            return value
+        covered = [(d, r[0][0], r[-1][0] + r[-1][2] - r[-1][1]) for d, _, r in self.ranges]
+        return lax.select(within(x.shape, covered), value, lax.full_like(x, 0))
+
+    def of_copies(self, facts: Facts) -> Read:
+        """The same read of the array of which this one is a scaled copy, if there are several copies: what is sent of
+        it serves all of them."""
+        scaled = facts.scaled.get(self.source)
+        if scaled is None or facts.copies[scaled.source] < 2:
+            return self
+        whole = all(a[0] + a[2] - a[1] == b[0] for _, _, ranges in self.ranges for a, b in pairwise(ranges))
+        return self._replace(source=scaled.source, scaled=scaled) if scaled.keeps_zeros or whole else self
 
 
 def reads_of(facts: Facts, moved: Moved, box: Box) -> list[Read]:
@@ -612,9 +679,10 @@ def _by_views(ranges: Ranges, n: int, home: Home) -> dict[tuple[int, int], Range
 
 def terms_of(facts: Facts, moved: Moved, box: Box, eqn: Eqn | None) -> Recipe:
     """The recipe of a view of a sum of terms."""
-    reads = reads_of(facts, moved, box)
+    reads = [r.of_copies(facts) for r in reads_of(facts, moved, box)]
 
-    def added(*sources: Any) -> Any:
-        return functools.reduce(lax.add, [r.of(x) for r, x in zip(reads, sources, strict=True)])
+    def added(*values: Any) -> Any:
+        left = iter(values)
+        return functools.reduce(lax.add, [r.of(*(next(left) for _ in r.views)) for r in reads])
 
-    return Recipe([(r.source, r.box) for r in reads], added, like=eqn)
+    return Recipe([view for r in reads for view in r.views], added, like=eqn)
