@@ -44,6 +44,11 @@ REASONS: tuple[tuple[str, str, str], ...] = (
     ("ragged_of_batch", ".*", "sizes of a ragged batch are not read on a CPU; other machines may"),
     (r"reduce_prod_all_int|reduce_(and|or)_(bool|uint)", ".*", DATA),
     (r"cumsum_empty|top_none", ".*", SHAPE),
+    (
+        r"in_order_.*",
+        r".*P\(sum\)",
+        "a sum in parts has an order of its mesh, which is what the operation is there to avoid",
+    ),
     ("attention_gradients_whole", r"B, B, S\(3\), B, S\(3\)", "a kernel computes whole heads of values"),
     (
         "attention_gradients_whole",

@@ -107,6 +107,23 @@ def test_operations_are_equal_to_the_bit(name: str) -> None:
     assert all(np.allclose(y, w, rtol=1e-4, atol=1e-4) for y, w in zip(jax.tree.leaves(found[0]), want, strict=True))
 
 
+def test_what_is_approximated_is_equal_to_the_bit_in_pieces_of_any_shape() -> None:
+    """24 elements, three, and one on a device: in vectors and beside them, XLA computes these in other ways."""
+    functions = (jnp.exp, lax.rsqrt, jnp.arctan)
+    x = np.random.default_rng(1).uniform(0.01, 0.99, size=(8, 24)).astype(np.float32)
+
+    def fn(x: Any) -> Any:
+        return [f(y) for f in functions for y in (x, x[:, :3], x[:, 0])]
+
+    found = [
+        shardc.function(fn, mesh=shardc.make_mesh(data=n), in_placements={"x": {"data": S(0)}}, deterministic=True)(x)
+        for n in (1, 8)
+    ]
+    for one, eight, want in zip(*found, fn(x), strict=True):
+        assert np.asarray(one).tobytes() == np.asarray(eight).tobytes()
+        np.testing.assert_allclose(one, want, rtol=1e-5)
+
+
 def test_no_value_is_a_partial_sum() -> None:
     plan = function({"data": 4, "model": 2}).plan(*arguments(np.float32))
     assert {c.kind for c in plan.collectives} <= {"all_to_all", "all_gather"}

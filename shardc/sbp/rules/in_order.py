@@ -2,7 +2,8 @@
 
 `in_order[of=f]` computes what `f` computes. Dimensions are cut in chunks, in as many on every mesh:
 
-    elementwise    each result is sealed: XLA rounds a product and a sum that it fuses once, and does not see these two
+    elementwise    each result is sealed: XLA rounds a product and a sum that it fuses once, and does not see these two;
+                   exponentials and the like are computed on CPUs in rows of one size
     reduce_sum     additions in a tree, within a chunk first, then over the chunks
     other          one chunk of each factor at a time, so that a kernel has the same shape on every mesh; chunks of a
                    summed factor are added in the tree
@@ -45,6 +46,13 @@ in_order_p: Final = Primitive("in_order")
 """`of`: the primitive; `grain`: chunks of a dimension, at most; the other parameters are those of `of`."""
 in_order_p.multiple_results = True
 
+ROW: Final = 512
+"""Elements of a row, in which CPUs compute what they approximate."""
+_ROUNDED_ONCE: Final = frozenset(
+    ("add", "add_any", "convert_element_type", "div", "integer_pow", "mul", "reduce_precision", "rem", "sqrt", "square",
+     "sub")
+)  # fmt: skip
+"""Elementwise operations on real numbers of which each step is exact but for its rounding, in whatever loop."""
 LEVELS: Final = 3
 """Levels of the tree that XLA may fuse: fused levels are written out, with 2^3 terms for each element."""
 
@@ -177,7 +185,24 @@ def _zero(bits: Any) -> Any:
 def _sealed(site: Site, *operands: Any) -> Sequence[Any]:
     within = _within(site)
     operands = _division(*operands) if within.op.name == "div" else operands
-    return [seal(y) for y in find_rule(within.op).local(within, *operands)]
+
+    def whole(*xs: Any) -> list[Any]:
+        return [seal(y) for y in find_rule(within.op).local(within, *xs)]
+
+    if within.op.name in _ROUNDED_ONCE and not any(jnp.issubdtype(x.dtype, np.complexfloating) for x in operands):
+        return whole(*operands)
+    return lax.platform_dependent(*operands, cpu=functools.partial(_in_rows, whole), default=whole)
+
+
+def _in_rows(fn: Callable[..., list[Any]], *operands: Any) -> list[Any]:
+    """The elementwise results of `fn`, computed in a loop over rows of `ROW` elements. In vectors, in the elements that
+    are left behind them, and in a loop that is unrolled, XLA:CPU computes an exponential with other instructions."""
+    operands = jnp.broadcast_arrays(*operands)
+    shape, size = operands[0].shape, operands[0].size
+    count = max(2, -(-size // ROW))  # XLA unrolls a loop of one row
+    rows = [jnp.pad(x.reshape(-1), (0, count * ROW - size)).reshape(count, ROW) for x in operands]
+    made = lax.map(lambda row: _apart(fn(*_apart(row))), rows)
+    return [y.reshape(-1)[:size].reshape(shape) for y in made]
 
 
 def _division(x: Any, y: Any) -> tuple[Any, Any]:
