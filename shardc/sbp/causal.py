@@ -124,7 +124,33 @@ def tokens_held(setting: Setting) -> int:
     if around:
         for hops in ways_of(math.prod(setting.sizes[a] for a in axes)).values():
             there += [key_piece(setting)] * min(hops, 2) + [_half(setting, i, tokens_of(op, i)) for i in rows_of(op)]
-    return sum(math.prod(a.shape) * np.dtype(a.dtype).itemsize for a in there)
+    return sum(map(_bytes, there))
+
+
+def tokens_moved(setting: Setting) -> int:
+    """The bytes that a device reads and writes beside the kernels, about: what is dealt out and back, and in each step
+    the states in float32, what kernels add to them, and the rows, which are chosen from both sides where only the
+    device knows which one meets. What two pieces of a ring add in one step is one pass over the states. Keys are
+    copied for a kernel, and so are their gradients. As XLA:GPU compiles it."""
+    op, at, gradients = setting.op, tokens_of(setting.op), len(setting.op.operands) > COTANGENT
+    (axes, around), causal = token_axes(setting), is_causal(setting.op)
+    n, twice = math.prod(setting.sizes[a] for a in axes), 1 if causal else 2  # without a mask a side is the block
+    if n == 1 or not (around or causal):
+        return 0
+    made = [_half(setting, len(op.operands) + i, 2 if i else at) for i in range(1 if gradients else len(op.results))]
+    rows = twice * sum(_bytes(_half(setting, i, tokens_of(op, i))) for i in rows_of(op))
+    found, state = (twice * sum(size(x) for x in made) for size in (_bytes, lambda x: 4 * math.prod(x.shape)))
+    keys = 2 * math.prod(setting.operand_shape(KEY)) * op.operands[KEY].dtype.itemsize  # and values
+    side = keys * twice // (2 if around else 2 * n)
+    if not causal:
+        return (n - 1) * (state + found) + n * side * (5 if gradients else 2)
+    step = 2 * (state + found + rows) if around else 4 * state + found + 3 * rows
+    dealt = rows + found + around * (1 + gradients) * side
+    return 2 * state + found + (n - 1) * step + 2 * n * side * (5 if gradients else 2) + 4 * dealt
+
+
+def _bytes(a: Passed) -> int:
+    return math.prod(a.shape) * np.dtype(a.dtype).itemsize
 
 
 def _half(setting: Setting, port: int, dim: int) -> Passed:

@@ -260,7 +260,8 @@ class Rule:
         axes split both, and the operation computes and sends as if the other one were split alone (`exchanged`).
       across: the computation of a device if a factor of `windows` or `exchanged` is split. It gets windows in place of
         pieces: in their dimension (n-1)·|step| + width elements, n being the local size at port `by`.
-      held: the bytes that a device holds in `across` besides its pieces; None: few.
+      held, moved: the bytes that a device holds in `across` besides its pieces, and those that it reads and writes
+        besides them; None: few.
       terms: for a product of two operands, how it is computed in terms; None: it has no ring (`shardc.sbp.ring`).
       flops: floating-point operations of the whole operation; 0 if it is bound by memory.
       passes: how often it reads and writes the memory of its operands and results. 0: once if it has `flops`, else it
@@ -284,6 +285,7 @@ class Rule:
     around: Mapping[str, str] = field(default_factory=dict[str, str])
     across: Local = bind_same
     held: Callable[[Setting], int] | None = None
+    moved: Callable[[Setting], int] | None = None
     terms: Terms | None = None
     flops: float = 0.0
     passes: float = 0.0

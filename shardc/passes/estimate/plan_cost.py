@@ -542,10 +542,12 @@ class _CostWalk:
                 return self.ring(eqn, ring, setting)
             inside = _Price.of(_inside(internal_steps(rule, setting), setting, self.mesh))
         memory = self.touched(eqn)
-        seconds = _seconds(eqn, rule, memory, self.placements, self.mesh)
+        seconds, moved = _seconds(eqn, rule, memory, self.placements, self.mesh), 0.0
+        if setting is not None and rule.moved is not None:
+            moved = float(memory_seconds(rule.moved(setting), self.mesh))
         if setting is not None and rule.around:
-            inside = self.beside(inside, rule, setting, seconds)
-        inside = replace(inside, added=(*inside.added, seconds))
+            inside = self.beside(inside, rule, setting, seconds + moved)
+        inside = replace(inside, time=inside.time + Time(memory=moved), added=(*inside.added, seconds + moved))
         if not rule.is_heavy:
             return inside
         bound = seconds <= max(rule.passes, 1.0) * memory_seconds(memory, self.mesh)

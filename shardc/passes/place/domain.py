@@ -287,7 +287,7 @@ class Domains(ValueTables):
         computing: NDArray[np.float64],
     ) -> NDArray[np.float64]:  # fmt: skip
         """For each choice the time of the operation's internal collectives, without what overlaps with `computing`, its
-        own seconds."""
+        own seconds, and of what its pieces read and write besides."""
         assert n.rule is not None
         op, count = operation_of(n.equation), len(n.operands)
         crosses = np.asarray([o.split in n.rule.crossing for o in n.options])[options].any(-1)
@@ -297,10 +297,12 @@ class Domains(ValueTables):
                 self.literal(n, k, options[i], orders[i]) if t is None or r is None else t.placements[r[i]]
                 for k, (t, r) in enumerate(zip(tables, rows, strict=True))
             )
-            sent = internal_steps(n.rule, Setting(op, ports[:count], ports[count:], self.view.sizes))
+            setting = Setting(op, ports[:count], ports[count:], self.view.sizes)
+            sent, moved = internal_steps(n.rule, setting), 0.0 if n.rule.moved is None else n.rule.moved(setting)
             avoided = sum(avoided_cost(s.kind, s.axes, self.view) for s in sent)
-            cost[i] = sent_seconds(sent, self.view) + avoided / FEMTO
-            if (time := around_time(sent, computing[i], self.view)) is not None:
+            beside = float(memory_seconds(moved, self.mesh))
+            cost[i] = sent_seconds(sent, self.view) + avoided / FEMTO + beside
+            if (time := around_time(sent, computing[i] + beside, self.view)) is not None:
                 cost[i] += time.total - time.computing
         return cost
 

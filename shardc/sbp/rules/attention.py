@@ -23,6 +23,7 @@ from shardc.sbp.causal import (
     reach_of,
     token_sends,
     tokens_held,
+    tokens_moved,
     windowed,
     windowed_held,
 )
@@ -77,7 +78,10 @@ def _over_tokens(op: Operation, found: Rule) -> Rule:
     kind = _split_of(op)
     if kind in ("zigzag", "blocks"):
         split = "t" if kind == "zigzag" else "s"
-        return replace(found, around={"s": "t"}, exchanged={split: token_sends}, across=over_tokens, held=tokens_held)
+        return replace(
+            found, around={"s": "t"}, exchanged={split: token_sends}, across=over_tokens, held=tokens_held,
+            moved=tokens_moved,
+        )  # fmt: skip
     if kind == "window":
         gradients, reach = len(op.operands) > COTANGENT, reach_of(op)
         after = [QUERY, SUMS, RESULT, COTANGENT] if gradients else []

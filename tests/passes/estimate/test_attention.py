@@ -11,6 +11,7 @@ import pytest
 
 import shardc
 from shardc import S
+from shardc.machine.mesh import view
 from shardc.passes.estimate.attention import Attention, find_attention
 from tests.attention_on_cpu import traced
 
@@ -121,6 +122,11 @@ def test_keys_go_around_a_ring_where_the_kernels_hide_it(tokens: int, around: bo
         assert sum(o.hidden for o in hidden) == pytest.approx(plan.time.overlapped_rings)
         assert plan.time.overlapped_rings > 0.85 * sum(o.seconds for o in hidden)
         assert plan.memory.peak < 16 * query
+        # for each piece half of the rows is chosen, one array forward and three backward, and results are
+        # added to a state in float32; keys are copied, and backward their gradients
+        moved = 63 * ((2 + 1 + 1) + (2 + 1 + 3)) * query + 128 * (2 + 5) * keys // 2
+        rate = view(mesh).topology.memory_rate
+        assert moved <= plan.time.memory * rate <= 1.05 * moved
 
 
 @pytest.mark.sampled(0)
