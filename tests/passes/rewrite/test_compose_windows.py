@@ -100,6 +100,8 @@ STEPS: dict[str, Callable[[Any], Any]] = {
     "set": lambda u: u.at[1:-1].set(0.5 * (u[2:] + u[:-2])),
     "set in two dimensions": lambda u: u.at[1:-1, 1:].set(jnp.exp(u[2:, 1:] + u[:-2, :-1])),
     "set another array": lambda u: u.at[2:].set(jnp.cumsum(u[2:], 0)),
+    "set a constant": lambda u: u.at[1:-1].set(0.5),
+    "add a constant in two dimensions": lambda u: u.at[1:, :-1].add(2.0) ** 2,
     "add": lambda u: u.at[1:-1].add(u[2:] * u[:-2]),
     "multiply": lambda u: u.at[1:-1].multiply(u[2:]),
     "max": lambda u: u.at[:-1].max(u[1:]),
@@ -153,7 +155,7 @@ def test_values(name: str) -> None:
 
 KEPT: dict[str, Callable[[Any], Any]] = {
     "slices alone": lambda u: jnp.diff(u[1:], axis=0),
-    "a constant written": lambda u: u.at[1:-1].set(0.0),
+    "a constant row written": lambda u: u.at[0].set(0.0),
     "a row written": lambda u: u.at[0].set(jnp.sin(u[0])),
     "padding alone": lambda u: jnp.pad(u, 1),
     "halves turned": lambda u: jnp.concatenate([-u[8:], u[:8]]),
@@ -202,7 +204,7 @@ def random_step(rng: np.random.Generator, u: Any) -> Any:
     for _ in range(8):
         x = values[rng.integers(max(0, len(values) - 3), len(values))]
         a, b = sorted(rng.integers(0, 4, 2).tolist())
-        match int(rng.integers(8)):
+        match int(rng.integers(9)):
             case 0:
                 x = x[a : len(x) - b]
             case 1:
@@ -219,6 +221,8 @@ def random_step(rng: np.random.Generator, u: Any) -> Any:
                 x = x.at[a : len(x) - b].add(0.5 * x[b : len(x) - a])
             case 6:
                 x = x.at[a].set(x[b + 1])
+            case 7:
+                x = x.at[a : len(x) - b].set(0.5)
             case _:
                 x = lax.pad(x, np.float32(1), ((-a, b, 0), (0, 1, 0)))[:, 1:]
         if n - 6 <= len(x) <= n + 6:
@@ -276,6 +280,15 @@ def test_what_is_sent_is_the_halo(mesh: Any, name: str) -> None:
         assert plan.bytes_per_device <= times * planes * PLANE
 
 
+def test_a_constant_is_written_by_each_device_into_its_rows() -> None:
+    """A scatter into split rows takes all of the constant on each device, which costs more than to split columns."""
+    u = jax.ShapeDtypeStruct((8192, 8192), "float32")
+    step = lambda u: u.at[1:-1].set(0.0)  # noqa: E731
+    for fn in (step, jax.grad(lambda u: (step(u) ** 2).sum())):
+        plan = shardc.function(fn, mesh=CHIPS[1], in_placements=(ROWS,), out_placements=ROWS).plan(u)
+        assert plan.bytes_per_device == 0
+
+
 @pytest.mark.parametrize("mode", ["edge", "symmetric", "wrap"])
 def test_a_convolution_of_padded_rows_sends_their_halo(mode: str) -> None:
     u = jax.ShapeDtypeStruct((256, 256, 256), "float32")
@@ -309,7 +322,10 @@ def test_on_a_mesh(name: str, mesh: Any) -> None:
         assert fn.compile(u).audit().ok
 
 
-@pytest.mark.parametrize("case", [c for c in cases() if c.rank == 2 and not c.gradient], ids=lambda c: c.name)
+SOME = [c for c in cases() if c.rank == 2 and (not c.gradient or (c.equation, c.walls) == ("lattice", "set"))]
+
+
+@pytest.mark.parametrize("case", SOME, ids=lambda c: c.name)
 def test_stencils(case: Case) -> None:
     for devices in (8, 64):
         sent, by_hand = planned(case, devices, LARGE[2])
@@ -317,7 +333,7 @@ def test_stencils(case: Case) -> None:
 
 
 @pytest.mark.sampled(4)
-@pytest.mark.parametrize("case", [c for c in cases() if c.rank != 2 or c.gradient], ids=lambda c: c.name)
+@pytest.mark.parametrize("case", [c for c in cases() if c not in SOME], ids=lambda c: c.name)
 def test_more_stencils(case: Case) -> None:
     for devices in (8, 64):
         sent, by_hand = planned(case, devices, LARGE[case.rank])
