@@ -13,7 +13,7 @@ from jax import lax
 from jax.extend.core import check_jaxpr, jaxpr_as_fun
 
 import shardc
-from benchmarks.stencils import LARGE, Case, cases, planned
+from benchmarks.stencils import LARGE, Case, cases, heat, planned
 from shardc import S, compat
 from shardc.ir.walk import all_eqns
 from shardc.passes.rewrite.windows.compose_windows import composed
@@ -338,6 +338,15 @@ def test_more_stencils(case: Case) -> None:
     for devices in (8, 64):
         sent, by_hand = planned(case, devices, LARGE[case.rank])
         assert sent <= 1.3 * by_hand
+
+
+@pytest.mark.parametrize("mesh", CHIPS, ids=["8", "64"])
+def test_the_gradient_of_a_loop_sends_the_halos_of_its_steps(mesh: Any) -> None:
+    """JAX takes the position of a window out of the loop: it sinks into the body, where the composition reads it."""
+    u = jax.ShapeDtypeStruct((8192, 8192), "float32")
+    fn = jax.grad(lambda u: (lax.fori_loop(0, 3, lambda _, u: heat(u, "set"), u) ** 2).sum())
+    plan = shardc.function(fn, mesh=mesh, in_placements=(ROWS,), out_placements=ROWS).plan(u)
+    assert plan.bytes_per_device <= 3 * 2 * 2 * 4 * 8192
 
 
 def test_a_long_chain_of_views_needs_no_recursion() -> None:
