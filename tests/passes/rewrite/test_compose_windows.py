@@ -103,6 +103,7 @@ STEPS: dict[str, Callable[[Any], Any]] = {
     "set a constant": lambda u: u.at[1:-1].set(0.5),
     "add a constant in two dimensions": lambda u: u.at[1:, :-1].add(2.0) ** 2,
     "add": lambda u: u.at[1:-1].add(u[2:] * u[:-2]),
+    "add in a loop": lambda u: lax.fori_loop(0, 3, lambda _, u: u.at[1:-1].add(0.1 * second(u)), u),
     "multiply": lambda u: u.at[1:-1].multiply(u[2:]),
     "max": lambda u: u.at[:-1].max(u[1:]),
     "dynamic_update_slice": lambda u: lax.dynamic_update_slice(u, u[2:] + u[:-2], (1, 0)),
@@ -305,7 +306,7 @@ def test_ghost_cells() -> None:
 
 ON_MESHES = (
     "set", "dynamic_update_slice", "edges along all dimensions", "convolution of wide edges", "around", "walls of it",
-    "difference of differences", "rolls",
+    "difference of differences", "rolls", "set a constant", "add in a loop",
 )  # fmt: skip
 
 
