@@ -5,7 +5,8 @@
 When JAX differentiates a loop it moves what is the same in every step out of it: a causal mask is then computed before
 the loop, at full size, and every step reads it whole. So is a mask of the user's own. Light operations cost only what
 they read. So they sink into each body that reads their result, if the result takes more bytes than what it follows
-from, and if nothing there reads it from memory: for a product it would be materialized in every step.
+from, and if nothing there reads it from memory: for a product it would be materialized in every step. A few known
+numbers, such as the position of a window, always sink: rewrites of the body read them.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from shardc.passes.estimate.backend import FusionKind, kind_of
 from shardc.passes.estimate.traffic import PARTLY_READ
 from shardc.passes.recompute.choose_residuals import FUSED
 from shardc.passes.recompute.recompute_residuals import may_recompute
+from shardc.passes.rewrite.windows.static_windows import constant
 
 SINKING: Final = frozenset((FusionKind.CHEAP, FusionKind.VIEW))
 """Kinds of operations that sink: XLA fuses them into every loop that reads their result."""
@@ -53,11 +55,13 @@ def sink_constants(jaxpr: Jaxpr) -> Jaxpr:
 def _what_follows(jaxpr: Jaxpr) -> dict[Var, Eqn]:
     """The operands of nested bodies, and what these are made of, as far as light operations make them of fewer bytes
     than they take; with their equations, in the order of the program."""
+    made = {v: e for e in jaxpr.eqns for v in e.outvars}
+    sinks = lambda eqn: kind_of(eqn) in SINKING or constant(eqn.outvars[0], made) is not None  # noqa: E731
     wanted, light = set[Var](), list[Eqn]()
     for eqn in reversed(jaxpr.eqns):
         if eqn.primitive.name in NESTED:
             wanted.update(v for _, given in _entries(eqn) for v in compat.variables(given))
-        elif wanted and not wanted.isdisjoint(eqn.outvars) and kind_of(eqn) in SINKING and may_recompute(eqn):
+        elif wanted and not wanted.isdisjoint(eqn.outvars) and may_recompute(eqn) and sinks(eqn):
             light.append(eqn)
             wanted.update(compat.variables(eqn.invars))
     least, found = dict[Var, int](), dict[Var, Eqn]()
@@ -94,7 +98,8 @@ def _sunk(body: Jaxpr, given: Sequence[Atom], follows: Mapping[Var, Eqn]) -> tup
     """A body that computes its first inputs as far as possible, and the operands that it then needs instead of
     `given`."""
     inputs = list(zip(body.invars, given, strict=False))
-    fused = set(_fused(body, [v for v, a in inputs if not compat.is_literal(a) and a in follows]))
+    found = {v: a for v, a in inputs if not compat.is_literal(a) and a in follows}
+    fused = {*_fused(body, found), *(v for v, a in found.items() if constant(a, follows) is not None)}
     names = {a: v for v, a in inputs if v not in fused and not compat.is_literal(a)}
     less = {v: a for v, a in inputs if v in fused and a not in names}
     if not less:

@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 from jax.extend.core import check_jaxpr, jaxpr_as_fun
 
-import shardc
+import shardc.sbp.rules  # registers them
 from examples import gpt2
 from shardc import S, compat
 from shardc.ir.nested import bodies_of, nested_bodies
@@ -101,6 +101,13 @@ def test_what_jax_takes_out_of_a_loop_goes_back():
 
     step = jax.value_and_grad(loss)
     assert [v.aval.shape for vs in given(canonical(step, X)) for v in vs] == [X.shape] * 3
+    assert given(sunk(step, X)) == [[], []]
+
+
+def test_a_few_known_numbers_sink_whoever_reads_them():
+    """The position of a window, which the scatter of a step and the gather of its gradient read."""
+    step = jax.grad(lambda x: (in_steps(lambda h, _: h.at[1:-1, 2:].add(h[2:, :-2]), None, x) ** 2).sum())
+    assert [[v.aval.shape for v in vs] for vs in given(canonical(step, X))] == [[(2,)], [(2,)]]
     assert given(sunk(step, X)) == [[], []]
 
 

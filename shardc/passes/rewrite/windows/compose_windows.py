@@ -2,6 +2,7 @@
 
     q = pad u (1, 1); q[2:] + q[:-2]         -->  pad u (-1, 1) + pad u (1, -1)
     u.at[1:-1].set(f(u[2:], u[:-2]))         -->  select (1 <= i < n - 1) (f (pad u (-1, 1)) (pad u (1, -1))) u
+    u.at[1:-1].set(0)                        -->  select (1 <= i < n - 1) 0 u
     concatenate u[-1:] u[:-1]                -->  join_ranges u
 
 Arrays of length n, n + 2 and n - 2 that are split over the same devices are cut at different places, and every device
@@ -213,23 +214,25 @@ class _Views:
         return Recipe([(a, full(a)) for a in (*olds, *(a for way in ways for a in way.reads))], chosen, like=eqn)
 
     def _written(self, write: Write, eqn: Eqn) -> Recipe | None:
-        """A write as a select between the array and the update. None if the update is small or constant."""
+        """A write as a select between the array and the update. None if the update is small."""
         x, update, starts, combine = write
         shape, size = shape_of(x), shape_of(update)
         parts = [d for d, (n, k) in enumerate(zip(shape, size, strict=True)) if n != k]
-        if not parts or is_extended(x.aval.dtype) or fill_of(update, self.facts.made) is not None:
+        if not parts or is_extended(x.aval.dtype):
             return None
         if any(size[d] * FEW < shape[d] for d in parts):
             return self._few_written(write, parts, eqn)
         if constant(update, self.facts.made) is not None:
             return None
         inside = [(d, starts[d], starts[d] + size[d]) for d in parts]
+        fill = fill_of(update, self.facts.made)
         box = tuple((-s, n - s) for s, n in zip(starts, shape, strict=True))
 
         def written(old: Any, new: Any) -> Any:
+            new = lax.broadcast(new, shape[: len(shape) - new.ndim])
             return lax.select(within(shape, inside), new if combine is None else combine(old, new), old)
 
-        return Recipe([(x, full(x)), (update, box)], written, like=eqn)
+        return Recipe([(x, full(x)), (update, box) if fill is None else (fill, ())], written, like=eqn)
 
     def _few_written(self, write: Write, parts: Sequence[int], eqn: Eqn) -> Recipe | None:
         """A write of a few rows that come from another array. None if they do not."""
