@@ -59,7 +59,7 @@ def test_queries_are_split_where_heads_do_not_reach() -> None:
     plan = over_tokens(gradients(), mesh).plan(*heads(131072, 32, 4))
     assert keys_of(plan) == {4} and plan.bytes_per_device < 873 * MiB and plan.memory.peak < 0.25 * 1024 * MiB
     whole = shardc.function(gradients(), mesh=shardc.make_mesh(topology="h100:8", seq=8)).plan(*heads(131072, 32, 4))
-    assert plan.seconds < whole.seconds / 5
+    assert plan.seconds < whole.seconds / 4.5
 
 
 def test_a_window_sends_the_keys_in_front_of_a_block() -> None:
