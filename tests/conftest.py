@@ -26,6 +26,7 @@ from jax._src import compiler
 
 import shardc.machine.mesh
 import shardc.machine.topology
+import shardc.sbp.rules  # a test finds rules whichever tests are imported beside it
 from shardc.machine.topology import Fabric
 from tests import compile_cache, turns
 from tests.releases import IS_OLDEST, OLDEST

@@ -81,8 +81,8 @@ class MeshChoice:
 
     @property
     def level(self) -> int:
-        """Number of axes longer than 1, without the pipeline's."""
-        return sum(n > 1 for a, n in self.sizes if a != PIPE)
+        """Number of axes longer than 1."""
+        return sum(n > 1 for _, n in self.sizes)
 
 
 def meshes(step: TunedStep, axes: Sequence[str], devices: int) -> list[MeshChoice]:

@@ -377,11 +377,11 @@ def one_axis_at_a_time():
 @pytest.mark.sampled(0)
 @pytest.mark.parametrize(
     ("name", "without", "share"),
-    [("fsdp_tensor_8x8", no_rings, 1.132), ("hybrid_tensor_4x8x8", one_axis_at_a_time, 0.889)],
+    [("fsdp_tensor_8x8", no_rings, 0.832), ("hybrid_tensor_4x8x8", one_axis_at_a_time, 0.953)],
 )
 def test_what_is_sent_beyond_the_formula_takes_less_time(name, without, share):
-    """The formula's plan is one of those without. The best of these is proved, and slower as the search adds up. The
-    plan's seconds count on the overlap of gathers, too, which rings do without."""
+    """The formula's plan is one of those without. The best of these is slower: v5p hides rings, and no other gathers or
+    reductions."""
     row, mesh = LARGE[name], shardc.make_mesh(topology=TOPOLOGY, **LARGE[name].mesh)
     _, plan, _ = make_plan(row, "annotated", mesh)
     with without():

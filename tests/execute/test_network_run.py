@@ -42,7 +42,10 @@ WAITS = """
 params, loss = f(params, x)
 print("loss", float(loss), flush=True)
 found = f.compile(params, x).audit()
-assert str(found).startswith(f"audit of process {me}: planned = found") and str(found).endswith("as planned"), found
+said, carried, link = str(found).split("; ")
+assert said.startswith(f"audit of process {me}: planned = found"), found
+assert carried.endswith(" sent from mesh to mesh, as planned"), found
+assert link.startswith(f"the link to process {1 - me} does "), found
 listed = [t.border_bytes for t in f.plan(params, x).transfers if t.source == me]
 assert found.crossed == found.planned_crossed == sum(listed), (found, listed)
 if me == 1:

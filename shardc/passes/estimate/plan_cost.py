@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Final, cast
@@ -181,6 +181,14 @@ def equation_costs(boxed: Boxed, mesh: MeshView) -> dict[Eqn, EquationCost]:
     found.scope(boxed.jaxpr, 1)
     assert found.each is not None
     return found.each
+
+
+def undivided_seconds(jaxpr: Jaxpr, mesh: MeshView) -> dict[Eqn, float]:
+    """Seconds of each equation of a jaxpr in one execution of it, its bodies included, if one device computes all of
+    it: parts of what `plan_cost` would say, where light operations are fused."""
+    costs = equation_costs(Boxed(jaxpr, defaultdict(lambda: REPLICATED)), mesh)
+    inside = {eqn: [eqn, *(e for body in bodies_of(eqn) for e in all_eqns(body))] for eqn in jaxpr.eqns}
+    return {eqn: sum(costs[e].time.total for e in eqns if e in costs) for eqn, eqns in inside.items()}
 
 
 def plan_cost(boxed: Boxed, mesh: MeshView) -> PlanCost:

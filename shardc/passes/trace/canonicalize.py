@@ -24,7 +24,10 @@ from shardc.ir.host_callback import ONCE
 from shardc.ir.nested import NESTED, parted, while_of
 from shardc.ir.user_shard_map import CAST, UNTYPED, is_unit
 from shardc.passes.trace.find_signatures import OperationSignatures, find_signatures
+from shardc.sbp import rules as _rules
 from shardc.sbp.signature import has_rule, is_extended
+
+del _rules  # importing it has registered its rules
 
 INLINED: Final = {
     **dict.fromkeys(

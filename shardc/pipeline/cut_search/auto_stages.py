@@ -18,7 +18,7 @@ from shardc.ir.nested import REMAT
 from shardc.ir.program import Program
 from shardc.ir.walk import all_eqns, bytes_of, local_bytes
 from shardc.machine.mesh import MeshView
-from shardc.passes.estimate.plan_cost import whole_seconds
+from shardc.passes.estimate.plan_cost import undivided_seconds
 from shardc.pipeline.cut.cut_loop import find_loop
 from shardc.pipeline.cut_search.cut_points import Points, find_points
 from shardc.pipeline.cut_search.fold_body import FoldedBody, fold_body
@@ -204,7 +204,10 @@ class _Measured:
 
     def _seconds(self, view: MeshView) -> Floats:
         """The seconds of each equation if its work is divided over all devices of a mesh."""
-        return np.asarray([whole_seconds(e, view) for e in self.body.eqns]) / view.size
+        seconds, found = undivided_seconds(self.loop.body, view), np.zeros(len(self.body.eqns))
+        for e, t in zip(self.body.eqns, self.body.worked, strict=True):
+            found[t] += seconds[e] / view.size
+        return found
 
     def _work(self, view: MeshView) -> tuple[Floats, Floats]:
         """(n,) seconds of the forward, and of the backward, before each point."""

@@ -46,6 +46,21 @@ class FoldedBody:
         return {v: t for t, e in enumerate(self.eqns) for v in e.outvars}
 
     @cached_property
+    def worked(self) -> list[int]:
+        """The place to whose stage the work of each equation belongs: of a sum, where the last of its terms is made; of
+        a cheap value, where it is first read."""
+        found, first = list(range(len(self.eqns))), dict[Var, int]()
+        for t, eqn in reversed([*enumerate(self.eqns)]):
+            if eqn not in self.sums:
+                if all(v in self.cheap for v in eqn.outvars):
+                    found[t] = min((first[v] for v in eqn.outvars if v in first), default=t)
+                first |= {v: min(found[t], first.get(v, found[t])) for v in compat.variables(eqn.invars)}
+        for t, eqn in enumerate(self.eqns):
+            if eqn in self.sums:
+                found[t] = max((found[self.made[v]] for v in compat.variables(eqn.invars) if v in self.made), default=t)
+        return found
+
+    @cached_property
     def state(self) -> list[tuple[int, int]]:
         """The first read and the replacement of each state that is not a sum. Both have to be on one stage."""
         found: list[tuple[int, int]] = []

@@ -3,10 +3,10 @@
     point:  0 . . i . . j . . n-1        stage (i, j) runs the work between two points, forwards and backwards
 
 First, dynamic programming over the points finds the least time of the slowest stage. Then, for this bound and a few
-looser ones, it finds the cuts with the least transfers: a slightly slower stage may save far more in transfers. Each of
-these cuts is run under the schedule in the simulator. Starting from the fastest one, cuts are moved one by one while
-the simulated call becomes faster and no stage becomes slower than the loosest bound. If there are few points, all cuts
-are tried.
+looser ones, it finds the cuts with the least transfers: a slower stage may save more in transfers, above all where
+microbatches are few. Each of these cuts is run under the schedule in the simulator. Starting from the fastest one, cuts
+are moved one by one while the simulated call becomes faster and no stage becomes slower than the loosest bound. If
+there are few points, all cuts are tried.
 """
 
 from __future__ import annotations
@@ -30,10 +30,8 @@ Floats: TypeAlias = NDArray[np.float64]
 Cuts: TypeAlias = tuple[int, ...]
 """The P-1 points between stages, ascending."""
 
-SLACK: Final = (1.0, 1.01, 1.02, 1.04, 1.06)
+SLACK: Final = (1.0, 1.01, 1.02, 1.04, 1.06, 1.12, 1.25, 1.5)
 """Factors on the least time of the slowest stage that are tried to save transfers."""
-SHARED: Final = 1.5
-"""The largest such factor if a rank runs several stages, as their sum matters more than the slowest one."""
 WORTH: Final = 1.001
 """The least factor by which a call has to become faster for other cuts."""
 ACTIONS: Final = 100_000
@@ -111,10 +109,10 @@ def choose_cuts(chain: CutProblem, schedule: Callable[[StageCosts], Schedule]) -
     search = _CutSearch(chain, schedule)
     for slack in SLACK:
         search.try_all([_least_transfers(chain, seconds <= least * slack * (1 + 1e-9))])
-    order = schedule(chain.costs(search.best))
-    allowed = seconds <= least * (SHARED if order.stages > order.ranks else SLACK[-1]) * (1 + 1e-9)
+    allowed = seconds <= least * SLACK[-1] * (1 + 1e-9)
     places = range(1, seconds.shape[1] - 1)
-    if math.comb(len(places), len(search.best)) * sum(map(len, order.rows)) <= ACTIONS:
+    actions = sum(map(len, schedule(chain.costs(search.best)).rows))
+    if math.comb(len(places), len(search.best)) * actions <= ACTIONS:
         search.try_all(cuts for cuts in combinations(places, len(search.best)) if _allow(allowed, cuts))
         return search.best
     while search.left > 0 and search.try_all(_moved(search.best, allowed)):

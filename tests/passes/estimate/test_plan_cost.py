@@ -19,7 +19,7 @@ from examples.zoo import MODELS
 from shardc import AUTO, B, P, Placement, S
 from shardc.ir.walk import itemsize_of
 from shardc.machine.overlaps import FULL
-from shardc.passes.estimate.plan_cost import Time, equation_costs
+from shardc.passes.estimate.plan_cost import Time, equation_costs, undivided_seconds
 from shardc.passes.estimate.traffic import fused_groups
 from shardc.plan.borders import problem_of
 from shardc.plans import Plan
@@ -202,6 +202,20 @@ def test_the_costs_of_equations_add_up_to_that_of_the_program() -> None:
     for kind in ("compute", "memory", *COLLECTIVES):
         assert getattr(found, kind) == pytest.approx(getattr(plan.time, kind))
     assert [c for cost in each.values() for c in cost.collectives] == list(plan.collectives)
+
+
+def test_the_undivided_seconds_of_equations_add_up_to_the_plan_of_one_device() -> None:
+    """Also where a loop has bodies, and where light operations are fused."""
+
+    def f(w: Any, x: Any) -> Any:
+        h, _ = jax.lax.scan(lambda h, _: (jnp.sin(h @ w["a"]) + 1, None), x, None, 3)
+        return gradient_of_two(w, jnp.tanh(h) * 2)
+
+    weights = {k: jax.ShapeDtypeStruct((256, 256), jnp.float32) for k in "ab"}
+    plan = shardc.function(f, mesh=shardc.make_mesh(topology="v5p", data=1)).plan(weights, weights["a"])
+    each = undivided_seconds(plan.program.jaxpr, plan.mesh)
+    assert list(each) == plan.program.jaxpr.eqns and all(each.values())
+    assert sum(each.values()) == pytest.approx(plan.time.computing)
 
 
 def slow_machine(**changes: Any) -> shardc.machine.topology.Topology:

@@ -15,7 +15,6 @@ import shardc.pipeline.plan
 from examples.zoo import MODELS
 from shardc import S
 from shardc.ir.nested import bodies_of
-from shardc.machine.topology import TOPOLOGIES
 from shardc.pipeline import make
 from shardc.pipeline.cut_search.auto_stages import cut_automatically
 from shardc.pipeline.schedule.simulate import simulate
@@ -217,7 +216,7 @@ def test_memory_bounds_the_cut():
 
     free, tight = plan("4GB"), plan("30MB")
     assert max(state_bytes(free)) > 18e6 and free.memory.peak > 31e6
-    assert tight.memory.peak < 30e6 and added(tight) > added(free)
+    assert tight.memory.peak < 30e6 and loop_seconds(tight) > loop_seconds(free)
     with pytest.raises(shardc.errors.PipelineError, match="the pipeline does not fit"):
         plan("24MB")
     with pytest.raises(shardc.errors.PipelineError) as error:
@@ -252,7 +251,7 @@ def test_where_no_cut_fits_stages_recompute():
     assert tight.memory.peak <= room
 
 
-# -- against hand cuts: the slowest stage and the simulated call are at least as fast as in the best of them
+# -- against hand cuts: the simulated call is at least as fast as in the best of them
 
 
 def zoo_plan(name, changes, ranks, m, cuts=None, **kwargs):
@@ -266,24 +265,16 @@ def zoo_plan(name, changes, ranks, m, cuts=None, **kwargs):
     return step.plan(*state, next(zoo.batches(cfg, zoo.rows, 0)))
 
 
-def added(plan):
-    """Time of a call by what cuts are found by: the equations' seconds, which add up."""
+def loop_seconds(plan):
+    """Time that cuts are found for: of the loop, without launches."""
 
     def cost(label):
         task = plan.built.task(label)
-        if task is None or task.plan is None:
+        if task is None or task.plan is None or not task.id.in_loop:
             return 0.0
-        return max(task.plan.added_seconds, TOPOLOGIES["cpu"].dispatch)
+        return task.plan.seconds - task.plan.time.launch
 
     return simulate(plan.network, cost, plan.link).makespan
-
-
-def loop_tasks(stage):
-    return [task for task in stage.tasks.all.values() if task.id.in_loop]
-
-
-def slowest(plan):
-    return max(sum(t.plan.seconds for t in loop_tasks(s) if t.plan is not None) for s in plan.stages)
 
 
 LATER = pytest.mark.sampled(0)
@@ -312,8 +303,7 @@ def test_at_least_as_good_as_the_best_hand_cut(name, changes, places, ranks, m, 
     hands = [
         zoo_plan(name, changes, ranks, m, cuts, **kwargs) for cuts in combinations(range(places), len(auto.stages) - 1)
     ]
-    assert slowest(auto) <= min(map(slowest, hands)) * 1.08  # of so much the search gives up for fewer transfers
-    assert added(auto) <= min(map(added, hands)) * (1 + 1e-5)
+    assert loop_seconds(auto) <= min(map(loop_seconds, hands)) * 1.001
     assert auto.seconds <= min(h.seconds for h in hands) * 1.01
 
 
