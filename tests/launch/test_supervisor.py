@@ -119,11 +119,11 @@ class Run:
         self.processes = [FakeProcess(p, script, self.events) for p in range(processes)]
         self.supervisor = Supervisor(Job(first), self.processes, Screen(), job_of, self.server, self.events)
 
-    def put_when_joined(self, *events, pause=0.3):
-        """Put the events, in this order, once all processes have joined, with a pause before each."""
+    def put_when_joined(self, *events, ready=lambda: True, pause=0.3):
+        """Put the events, in this order, once all processes have joined and are ready, with a pause before each."""
 
         def put():
-            until(lambda: (members := self.supervisor._members) and all(m.joined for m in members))
+            until(lambda: (members := self.supervisor._members) and all(m.joined for m in members) and ready(), 20.0)
             for event in events:
                 time.sleep(pause)
                 self.events.put(event)
@@ -437,12 +437,14 @@ def test_an_interrupt_ends_all(tmp_path):
 # ---- runs that are asked to end
 
 
-def loop_of(steps, ends, pause=0.01, saves=True):
-    """A script whose loop saves; it notes at which step each process ends."""
+def loop_of(steps, ends, pause=0.01, saves=True, begun=None):
+    """A script whose loop saves; it notes which processes have begun it, and at which step each of them ends."""
 
     def script(cluster):
         if saves:
             cluster.last_step.open("loop")
+        if begun is not None:
+            begun.append(cluster.me)
         for i in range(steps):
             if cluster.last_step.begins():
                 cluster.gather("saved", f"{i}")
@@ -457,9 +459,10 @@ def loop_of(steps, ends, pause=0.01, saves=True):
 
 
 def test_a_run_that_is_asked_to_end_saves_at_one_step(tmp_path, capfd):
-    ends = []
-    run = Run(tmp_path, loop_of(10**6, ends), 3, 3)
-    run.put_when_joined(("terminate", 1), ("terminate",), pause=0.0)  # a scheduler signals all launchers
+    ends, begun = [], []
+    run = Run(tmp_path, loop_of(10**6, ends, begun=begun), 3, 3)
+    signals = ("terminate", 1), ("terminate",)  # a scheduler signals all launchers
+    run.put_when_joined(*signals, ready=lambda: len(begun) == 3, pause=0.0)
     assert run() == 143
     assert len(ends) == 3 and len(set(ends)) == 1
     assert capfd.readouterr().err == (
