@@ -17,7 +17,7 @@ from tests.runtime.codec import Codec, allocate
 from tests.runtime.watchdog import actor_threads
 
 
-def until(what, seconds=5.0):
+def until(what, seconds=20.0):
     """Wait until `what()` is true."""
     end = time.monotonic() + seconds
     while not what():
