@@ -114,8 +114,9 @@ def check(
     q, k, v = forward.inputs[:3]
     given = q, scale * k, v, backward.inputs[-1]
     got, want = (jax.jit(partial(run, whole=w))(*given) for w in (False, True))
+    within = 2e-5 * max(1.0, abs(scale) / 100)  # float32 scores have fewer digits behind the point
     for x, y in zip(got, want, strict=True):
-        np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5 * float(jnp.abs(y).max()))
+        np.testing.assert_allclose(x, y, rtol=within, atol=within * float(jnp.abs(y).max()))
     return got
 
 
