@@ -161,7 +161,8 @@ class Facts:
                 self.homes[out] = tuple(Home(n) if h.size == n else h for h, n in zip(kept, shape_of(out), strict=True))
 
     def _scaled(self, out: Var) -> Scaled | None:
-        """What a value of the size of its home is a scaled copy of. None if it is none."""
+        """The array that a value is a scaled copy of, and the number. None if it is none, or has not the size of its
+        home."""
         eqn = self.made.get(out)
         if (
             eqn is None
@@ -640,8 +641,8 @@ class Read(NamedTuple):
         return lax.select(within(x.shape, covered), value, lax.full_like(x, 0))
 
     def of_copies(self, facts: Facts) -> Read:
-        """The same read of the array of which this one is a scaled copy, if there are several copies: what is sent of
-        it serves all of them."""
+        """The read of another array, if this one is one of several scaled copies of it: what is sent of it serves all.
+        Else this read."""
         scaled = facts.scaled.get(self.source)
         if scaled is None or facts.copies[scaled.source] < 2:
             return self
