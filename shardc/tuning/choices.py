@@ -18,7 +18,7 @@ from shardc.ir.boundary import END, stage_boundary_p
 from shardc.ir.program import Program
 from shardc.ir.walk import all_eqns
 from shardc.machine.mesh import AnyMesh, MeshView, make_mesh, view
-from shardc.passes.estimate.plan_cost import whole_seconds
+from shardc.passes.estimate.plan_cost import undivided_seconds
 from shardc.passes.trace.trace import Arguments
 from shardc.pipeline.cut.cut_loop import find_loop
 from shardc.pipeline.options import Pipeline
@@ -48,7 +48,7 @@ class TunedStep:
     def ideal(self) -> float:
         """Seconds of the function's computation, divided evenly over all devices."""
         mesh = view(self.function.mesh)
-        return sum(whole_seconds(e, mesh) for e in self.seen[0].jaxpr.eqns) / mesh.size
+        return sum(undivided_seconds(self.seen[0].jaxpr, mesh).values()) / mesh.size
 
     def roles(self, axes: Sequence[str]) -> Roles:
         named = roles_of(axes, *self.seen)

@@ -363,6 +363,7 @@ def late(cluster, shows="it sleeps"):
         cluster.gather("first", "")
         while not cluster._closed:
             time.sleep(0.02)
+        raise RuntimeError("it is dead")  # it calls nobody any more, though its links may still be open
     try:
         for name in ("first", "second")[cluster.epoch :]:
             cluster.gather(name, "")
