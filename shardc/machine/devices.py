@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ class RemoteDevice:
       platform, device_kind: as JAX has them.
       coords: its place on the torus of a slice, if it has one.
       core_on_chip: its number in its chip.
+      memory: as `memory_of`.
     """
 
     process: int
@@ -31,6 +33,7 @@ class RemoteDevice:
     device_kind: str
     coords: tuple[int, ...] | None = None
     core_on_chip: int = 0
+    memory: int | None = None
 
     @property
     def id(self) -> int:
@@ -64,7 +67,10 @@ def devices() -> list[Any]:
     if cluster is None or cluster.config.islands == 1:
         return here
     mine = jax.local_devices()
-    said = [(d.platform, d.device_kind, getattr(d, "coords", None), getattr(d, "core_on_chip", 0)) for d in mine]
+    said = [
+        (d.platform, d.device_kind, getattr(d, "coords", None), getattr(d, "core_on_chip", 0), memory_of(d))
+        for d in mine
+    ]
     cluster.publish("devices", json.dumps(said))
     return [d for p in range(cluster.processes) for d in _devices_of(p, here, cluster)]
 
@@ -74,9 +80,23 @@ def _devices_of(process: int, here: Iterable[Any], cluster: Cluster) -> list[Any
         return sorted((d for d in here if process_of(d) == process), key=lambda d: d.id)
     told = json.loads(cluster.published("devices", process))
     return [
-        RemoteDevice(process, i, platform, kind, None if coords is None else tuple(coords), core)
-        for i, (platform, kind, coords, core) in enumerate(told)
+        RemoteDevice(process, i, platform, kind, None if coords is None else tuple(coords), core, memory)
+        for i, (platform, kind, coords, core, memory) in enumerate(told)
     ]
+
+
+@functools.cache
+def memory_of(device: Any) -> int | None:
+    """The bytes that JAX may take of a device's memory: of a GPU three quarters, unless it is told otherwise. None if
+    it does not say, as on CPU. Another process of one runtime is taken to have what this one has of that kind."""
+    if isinstance(device, RemoteDevice):
+        return device.memory
+    alike = [d for d in jax.local_devices() if d.device_kind == device.device_kind]
+    try:
+        said = [d.memory_stats() for d in ([device] if device in alike else alike)]
+    except jax.errors.JaxRuntimeError:  # of a device that is only compiled for
+        return None
+    return min((limit for stats in said if stats and (limit := stats.get("bytes_limit"))), default=None)
 
 
 def process_of(device: Any) -> int:

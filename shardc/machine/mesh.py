@@ -20,7 +20,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 
 from shardc import compat
 from shardc.errors import MeshError, did_you_mean
-from shardc.machine.devices import RemoteDevice, domain_of, process_of, processes_of
+from shardc.machine.devices import RemoteDevice, domain_of, memory_of, process_of, processes_of
 from shardc.machine.devices import devices as devices_of_run
 from shardc.machine.puts import LINKS, carrier_between
 from shardc.machine.topology import (
@@ -199,8 +199,8 @@ def make_mesh(
         Known: `cpu`; `v4`, `v5e`, `v5p`, `v6e`, `tpu7x`; `a100`, `a100-40`, `h100`, `h800`, `h200`, `b200`, `gb200`,
         `gb300`. A chip of `tpu7x` is two devices, which are its first dimension: `"tpu7x:2x4x4x4"`.
       calibration: such a file, to plan for the present devices with their measured figures.
-      hbm: memory of a device, as `"95GB"` or, from 10 kB on, in bytes; overrides the topology's, or that of known TPUs
-        and GPUs. JAX has one mesh object for equal axes over the same devices: `calibration` and `hbm` of the last call
+      hbm: memory of a device, as `"95GB"` or, from 10 kB on, in bytes; overrides the topology's, or what JAX may take of
+        the present TPUs and GPUs. JAX has one mesh object for equal axes over the same devices: `calibration` and `hbm` of the last call
         hold for functions that are made after it.
       devices: those of the mesh, in its order, as `shardc.devices()[4:]`; neighbours lie along the last axis. By
         default shardc chooses and orders them.
@@ -402,13 +402,12 @@ def view(mesh: AnyMesh) -> MeshView:
     axes = tuple(mesh.shape.items())
     if isinstance(mesh, Mesh):
         machine = _calibration_of_mesh.get(mesh)
+        memory = _hbm_of_mesh.get(mesh) or min(filter(None, map(memory_of, mesh.devices.flat)), default=None)
         if machine is None:
-            machine = _machine_of(mesh)
-            known = _is_known(mesh.devices.flat[0].device_kind)
-            return _with_memory(axes, machine, _hbm_of_mesh.get(mesh), known)
+            return _with_memory(axes, _machine_of(mesh), memory, _is_known(mesh.devices.flat[0].device_kind))
         if machine.shape:
             machine = replace(machine, layout=lay_out(machine, axes))
-        return _with_memory(axes, machine, _hbm_of_mesh.get(mesh))
+        return _with_memory(axes, machine, memory)
     device = mesh.abstract_device
     if device is None:
         return MeshView(axes, TOPOLOGIES["cpu"])
