@@ -312,12 +312,14 @@ def _match_iterations(
 def _match_all_reduces(
     lots: Sequence[_Lot[FoundCollective]], by_group: Mapping[_Group, Sequence[_Lot[Collective]]]
 ) -> list[FoundCollective]:
-    """Matches an all-reduce and a slice of XLA:TPU with a planned reduce-scatter: the second half of its bytes is the
-    compiler's."""
+    """Matches all-reduces of XLA:TPU with a planned reduce-scatter, of which they are followed by a slice, or with a
+    planned all-gather of pieces that do not fill a tile, which they fill up with zeros: the second half of their bytes
+    is the compiler's."""
     added: list[FoundCollective] = []
     for f in lots:
         kind, along = f.group
-        for p in by_group.get(("reduce_scatter", along), ()) if kind == "all_reduce" else ():
+        plans = [p for k in ("reduce_scatter", "all_gather") for p in by_group.get((k, along), ())]
+        for p in plans if kind == "all_reduce" else ():
             if f.left and p.left and _close(f.each / 2, p.each):
                 n = min(f.left, p.left)
                 f.left -= n

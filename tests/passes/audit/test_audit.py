@@ -285,6 +285,16 @@ def test_tpu_runs_a_reduce_scatter_over_the_whole_mesh_as_an_all_reduce():
     assert len(audit(planned[1:], fixture("tpu_reduce_scatter_all_axes"), X, "tpu").surprises) == 1
 
 
+def test_tpu_gathers_pieces_that_fill_no_tile_by_an_all_reduce():
+    """Each device adds its 33 numbers to zeros, on v5e."""
+    planned = plan("all_gather", ("x",), 924, "f32[1,257]")
+    report = audit([planned], fixture("tpu_gather_as_all_reduce"), X, "tpu")
+    assert report.ok and not report.missing, str(report)
+    assert [(c.kind, c.bytes) for c in report.compiler_added] == [("all_reduce", 924)]
+    assert not audit([planned], fixture("tpu_gather_as_all_reduce"), X, "cpu").ok
+    assert not audit([replace(planned, bytes=800)], fixture("tpu_gather_as_all_reduce"), X, "tpu").ok
+
+
 def test_gpu_glues_the_operands_of_all_reduces():
     planned = [plan("all_reduce", ("x",), 7168, "f32[8,128]"), plan("all_reduce", ("x",), 448, "f32[4,16]")]
     text = fixture("gpu_all_reduce_combined")
