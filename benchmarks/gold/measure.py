@@ -65,11 +65,13 @@ class Measured:
 
 
 def make_plan(row: Row, side: Side, mesh: Any) -> tuple[Any, Any, float]:
-    """The step as a shardc function, its plan, and the seconds that this took."""
+    """The step as a shardc function, its plan, and the seconds that this took. Products multiply float32, as formulas
+    count it."""
     step = row.inner(shardc.constrain) if row.inner and side == "annotated" else row.step
     options = row.auto if side == "auto" else row.annotated
     ours = shardc.function(step, mesh=mesh, donate_argnames=row.donated, **options)
-    took, plan = seconds(lambda: ours.plan(*row.args))
+    with jax.default_matmul_precision("highest"):
+        took, plan = seconds(lambda: ours.plan(*row.args))
     return ours, plan, took
 
 

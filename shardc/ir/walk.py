@@ -89,6 +89,12 @@ def short_aval(aval: Any) -> str:
     return aval.str_short(short_dtypes=True)
 
 
+def is_narrow_copy(eqn: Eqn) -> bool:
+    """Whether an equation makes a copy of a value in the type in which the machine multiplies: it has no line of the
+    user's."""
+    return eqn.primitive.name == "convert_element_type" and not compat.source_line(eqn)
+
+
 ADDITIONS: Final = frozenset(("add", "add_any"))
 
 

@@ -199,9 +199,9 @@ def make_mesh(
         Known: `cpu`; `v4`, `v5e`, `v5p`, `v6e`, `tpu7x`; `a100`, `a100-40`, `h100`, `h800`, `h200`, `b200`, `gb200`,
         `gb300`. A chip of `tpu7x` is two devices, which are its first dimension: `"tpu7x:2x4x4x4"`.
       calibration: such a file, to plan for the present devices with their measured figures.
-      hbm: memory of a device, as `"95GB"` or, from 10 kB on, in bytes; overrides the topology's, or what JAX may take of
-        the present TPUs and GPUs. JAX has one mesh object for equal axes over the same devices: `calibration` and `hbm` of the last call
-        hold for functions that are made after it.
+      hbm: memory of a device, as `"95GB"` or, from 10 kB on, in bytes; overrides the topology's, or what JAX may take
+        of the present TPUs and GPUs. JAX has one mesh object for equal axes over the same devices: `calibration` and
+        `hbm` of the last call hold for functions that are made after it.
       devices: those of the mesh, in its order, as `shardc.devices()[4:]`; neighbours lie along the last axis. By
         default shardc chooses and orders them.
       **axes: name and size of each axis, outermost first. One size may be -1: as many devices as there are.

@@ -27,7 +27,7 @@ class Choices(Protocol):
     """The choices of a saved plan.
 
     Attributes:
-      rewrites: the passes that run if they are cheaper and were.
+      rewrites: the passes that run if they are cheaper and were, and those that the machine asked for.
       shared: `Program.shared`.
       recomputed_for_speed, recomputed: names of recomputed values.
     """
@@ -235,6 +235,14 @@ PASSES: Final[tuple[Pass, ...]] = (
         "program",
         "y = x.at[i].set(ragged_dot(x[i], w, n)) --> y = cond fits (rows to their groups and back) (as before)",
         runs="if cheaper",
+    ),
+    Pass(
+        "narrow_products",
+        f"{_REWRITE}.narrow_products",
+        "program, mesh",
+        "program",
+        "y = x:f32 @ w:f32 --> x' = convert[bf16] x; w' = convert[bf16] w; y:f32 = x' @ w'",
+        runs="before placing",
     ),
     Pass(
         "share_equal",

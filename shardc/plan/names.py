@@ -20,6 +20,7 @@ from shardc.ir.box import Boxed, box_p
 from shardc.ir.memory_move import is_memory_move
 from shardc.ir.nested import Body, nested_bodies
 from shardc.ir.program import Program
+from shardc.ir.walk import is_narrow_copy
 from shardc.sbp.placement import Placement
 
 _FUNCTION: Final = re.compile(r" \(([^()]*)\)$")
@@ -130,8 +131,8 @@ def names_of(boxed: Boxed, program: Program, known: Mapping[Var, ValueName] | No
 
 
 def copies(eqn: Eqn) -> bool:
-    """Whether its result is a copy of its operand, elsewhere."""
-    return eqn.primitive is box_p or is_memory_move(eqn)
+    """Whether its result is a copy of its operand, elsewhere or in the type in which the machine multiplies."""
+    return eqn.primitive is box_p or is_memory_move(eqn) or is_narrow_copy(eqn)
 
 
 class _NameWalk:

@@ -21,7 +21,7 @@ from shardc.pipeline.plan import MpmdPlan, PlanView
 from shardc.plan.borders import Border
 from shardc.plan.plan import SpmdPlan
 from shardc.report.advice.advice import Advice, advice_on
-from shardc.report.explain_pipeline import OwnSections, about_text, pipeline_sections, uncounted
+from shardc.report.explain_pipeline import OwnSections, about_text, narrowed, pipeline_sections, uncounted
 from shardc.report.plan_warnings import slow_axis_notes, uneven_notes
 from shardc.report.stage_text import ranges_text
 from shardc.report.tables import (
@@ -172,7 +172,7 @@ def _program_sections(plan: SpmdPlan) -> OwnSections:
             f"{bytes_text(memory.results)} results"
         ],
     )
-    lines = [head, *_time(plan.time), *uncounted(plan.mesh.topology)]
+    lines = [head, *_time(plan.time), *uncounted(plan.mesh.topology), *narrowed(plan)]
     return OwnSections((plan.mesh,), lines, fullest, rewrites=[*_rewrites(plan)], recomputed=[*_recomputed(plan)])
 
 

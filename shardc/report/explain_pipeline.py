@@ -8,9 +8,11 @@ from typing import Any, Final
 
 from shardc.arrays.remote_array import SMALL, bytes_of, is_small
 from shardc.ir.collective import known_bytes, unknown_among
+from shardc.ir.walk import all_eqns, is_narrow_copy
 from shardc.machine.mesh import MeshView
 from shardc.machine.puts import HERE
 from shardc.machine.topology import Topology
+from shardc.passes.estimate.backend import backend_of
 from shardc.passes.estimate.plan_cost import Time
 from shardc.pipeline.cut.split_tasks import StageTask
 from shardc.pipeline.place_stages import Stage
@@ -97,6 +99,7 @@ def _head(plan: MpmdPlan, timeline: Timeline) -> list[str]:
         f"{number_text(schedule.microbatches, 'microbatch')}{_recompute(plan)}.",
         _time(plan, timeline),
         *uncounted(plan.mesh.topology),
+        *narrowed(plan),
         f"A device sends at most {bytes_text(plan.known_bytes)} a call{_besides(plan)}; on all stages together there "
         f"are {number_text(len(plan.moves), 'collective')} and {number_text(len(plan.transfers), 'transfer')}.",
     ]
@@ -137,6 +140,19 @@ def uncounted(machine: Topology) -> Iterator[str]:
     """A line about work that takes no time in plans for a machine."""
     if not machine.vector:
         yield f'Elementwise work takes no time here: topology {machine.kind} has no "vector" (operations per second).'
+
+
+def narrowed(plan: PlanView) -> Iterator[str]:
+    """A line about values that are sent and kept in the type in which the machine multiplies."""
+    if backend_of(plan.mesh.topology.backend).multiplies_in is None:
+        return
+    copies = [e.outvars[0] for _, p in plan.parts for e in all_eqns(p.boxed.jaxpr) if is_narrow_copy(e)]
+    if copies:
+        what = f"{number_text(len(copies), 'value')} that products read {'is' if len(copies) == 1 else 'are'}"
+        yield (
+            f"XLA multiplies float32 in {copies[0].aval.dtype} on {plan.mesh.topology.kind}: {what} sent and "
+            "kept so (docs/accelerators.md)."
+        )
 
 
 def _time(plan: MpmdPlan, timeline: Timeline) -> str:

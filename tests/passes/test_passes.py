@@ -85,7 +85,7 @@ def test_stages_and_tasks_have_programs_of_their_own(pipeline):
 def test_a_name_that_is_none_and_a_pass_that_did_not_run_are_errors(plan):
     ran = (
         "Those that ran are canonicalize, batch_lookups, fold_transposes, fold_reversals, drop_zero_sums, "
-        "sink_constants, share_equal, recompute_residuals, insert_boxing."
+        "sink_constants, narrow_products, share_equal, recompute_residuals, insert_boxing."
     )
     with pytest.raises(shardc.ArgumentError, match=r"^after='sink_constant': there is no such pass\. Did you mean"):
         plan.explain(after="sink_constant")

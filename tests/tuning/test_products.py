@@ -61,7 +61,7 @@ def test_pieces_count_each_execution():
     pins = {"in_placements": {"x": {"data": S(0)}, "w": {}}, "out_placements": {"data": S(0)}}
     plan = shardc.function(run, mesh=mesh, **pins).plan(f32(64, 32), f32(32, 32))
     (piece,) = pieces_of(plan).items()
-    assert piece == ("dot_general of f32[32,32], f32[32,32] to f32[32,32]", 3 * 2 * 64 * 32 * 32)
+    assert piece == ("dot_general of bf16[32,32], bf16[32,32] to f32[32,32]", 3 * 2 * 64 * 32 * 32)
 
 
 def test_a_light_product_may_be_split_otherwise():

@@ -78,10 +78,10 @@ def planned(topology: str, axes: dict[str, int], loss: Callable[..., Any], *args
 SENT: list[tuple[Callable[..., Any], str, int]] = [
     (whole, "4x2", 1024), (whole, "2x4", 1024), (whole, "8", 1792), (chunked, "4x2", 1024), (chunked, "2x4", 1024),
     (chunked, "8", 1792), (online, "4x2", 1793), (online, "2x4", 1282), (tied, "4x2", 2050), (tied, "2x4", 2050),
-    (online, "8", 2240),
+    (online, "8", 2640),
 ]  # fmt: skip
-"""MiB by hand, but of the last one. There a plan of 2,029 MiB takes 75.5 ms by XLA's schedule, and the one that is
-found 75.2 ms with 2,800 MiB: neither is the better one."""
+"""MiB of float32 by hand, but of the last one. There the table goes around in bfloat16, 3,416 MiB in 64.1 ms by the
+clock, and beside products; gathered whole in bfloat16 it would be 2,240 MiB, and 0.3 ms less."""
 
 
 @pytest.mark.parametrize(("loss", "mesh", "by_hand"), SENT)

@@ -10,7 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import lru_cache
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
+
+import jax.numpy as jnp
 
 from shardc.compat import Eqn, Jaxpr, Var
 from shardc.ir.walk import LINEAR
@@ -137,6 +139,7 @@ class Backend:
         a smaller type.
       accumulates_over: a product is added to what a loop carries while it is written, with these operations between:
         neither of both is read or written by itself. None: it is not.
+      multiplies_in: the type in which products of float32 at the default precision multiply, where it is narrower.
       workspace, batched_workspace: bytes that a library takes for a matrix product, and for one with batch dimensions,
         while it runs.
     """
@@ -149,6 +152,7 @@ class Backend:
     fuses_siblings: bool
     materializes_scores: bool
     accumulates_over: frozenset[str] | None
+    multiplies_in: Any = None
     workspace: int = 0
     batched_workspace: int = 0
 
@@ -162,14 +166,15 @@ CPU: Final = Backend(
 
 TPU: Final = Backend(
     reductions_read_memory=False, eager=False, one_layout=False, tiles=True, pieces_stay=True, fuses_siblings=True,
-    materializes_scores=True, accumulates_over=LINEAR,
+    materializes_scores=True, accumulates_over=LINEAR, multiplies_in=jnp.dtype(jnp.bfloat16),
 )  # fmt: skip
 """Seen in the HLO of GPT-2 for v5p: `multiply_reduce_fusion`; arrays of layout `T(8,128)`. Small products fuse their
 operands (`convolution_add_fusion`). Large ones read them from memory, and `divide_convert_fusion` materializes what a
 softmax passes to them: this case is counted. Gradients of a loss in chunks, f32[32768,4096] added up over 8 rounds: a
 `bitcast_add_fusion` takes the cycles of the product alone; so does a product in bfloat16 that is added up in float32.
 Seen in T5 and DLRM: a fusion has no `aliasing_operands` where an operand was updated in place, and
-`broadcast_maximum_fusion`, `select_select_fusion` have several results."""
+`broadcast_maximum_fusion`, `select_select_fusion` have several results. Float32 weights of an MLP for v5e: gathered in
+bfloat16."""
 
 GPU: Final = Backend(
     reductions_read_memory=False, eager=False, one_layout=False, tiles=False, pieces_stay=False, fuses_siblings=False,

@@ -239,6 +239,9 @@ class _Backward:
     Attributes:
       whole, first: the last and the first point at which a value is read from memory.
       fused: the last point of a loop that fuses a value; `loops`: the number of loops that read it.
+      multiplied: the number of products that read a value.
+      narrowed: values that only products read, and what they are converted from: while that is in memory, products read
+        it.
       taker: the value that the last such loop may write over it; `taken`: the value that one is written over.
       starts: values that loops materialize, and the points at which the loops run.
       spread: broadcast factors of sums that are materialized at full size, with their live range.
@@ -255,6 +258,8 @@ class _Backward:
         self.first: dict[Var, int] = {}
         self.fused: dict[Var, int] = {}
         self.loops: dict[Var, int] = {}
+        self.multiplied = Counter[Atom]()
+        self.narrowed: dict[Var, Var] = {}
         self.taker: dict[Var, Var] = {}
         self.taken: dict[Var, Var] = {}
         self.starts: dict[Var, int] = {}
@@ -276,11 +281,22 @@ class _Backward:
         arguments = [*jaxpr.constvars, *jaxpr.invars]
         rows = [(v, 0, end) for v in arguments]
         rows += [(v, 0 if v in own else b, e) for v, b, e in (*self.lives, *self.spread.values()) if v not in over]
+        rows = self.without_narrowed(rows) if self.narrowed else rows
         begin, until = (np.asarray([r[i] for r in rows], np.int64).reshape(len(rows)) for i in (1, 2))
         products = tuple(map(self.product, self.ahead.products))
         values = tuple(r[0] for r in rows)
         extended, tables = self.extended_and_tables(over)
         return LiveRanges(end, values, begin, until, len(arguments), products, extended, tables, tuple(self.recomputed))
+
+    def without_narrowed(self, rows: list[tuple[Var, int, int]]) -> list[tuple[Var, int, int]]:
+        """The live ranges without those of narrowed values while what they are converted from is in memory."""
+        until = dict[Var, int]()
+        for v, _, end in rows:
+            until[v] = max(end, until.get(v, 0))
+        later = (
+            (v, max(begin, until.get(self.narrowed[v], 0)) if v in self.narrowed else begin, e) for v, begin, e in rows
+        )
+        return [(v, begin, end) for v, begin, end in later if begin < end]
 
     def product(self, step: ScheduledEqn) -> Product:
         ready, over = self.early.operands.get(step.eqn, ()), self.overwritten.get(step.eqn.outvars[0])
@@ -396,6 +412,8 @@ class _Backward:
             t, ready = step.at, self.early.at.get(v)
             self.live(v, ready if ready in self.step_starts else t, stays=v in self.written)
         elif v in self.whole:
+            if self.multiplied[v] == self.loops[v] and self.narrows(eqn) and not compat.is_literal(eqn.invars[0]):
+                self.narrowed[v] = eqn.invars[0]
             t = self.early.at[v] if self.backend.eager else self.first[v]
             taken = self.fused.get(v) == self.whole[v] and v in self.taker  # an update of rows overwrites it
             self.lives.append((v, t, self.whole[v] + (not taken)))
@@ -405,6 +423,10 @@ class _Backward:
         in_place = in_place and (once or v not in self.fused)
         for a in step.operands:
             self.fuse(a, t, v if in_place and _alike(a.aval, v.aval) else None)
+
+    def narrows(self, eqn: Eqn) -> bool:
+        """Whether an equation converts to what the device multiplies."""
+        return eqn.primitive.name == "convert_element_type" and eqn.params["new_dtype"] == self.backend.multiplies_in
 
     def is_kept(self, eqn: Eqn) -> bool:
         """Whether a costly value is kept for several loops. Where siblings fuse, each loop divides by a scalar
@@ -457,7 +479,10 @@ class _Backward:
             elif step.kind in (FusionKind.WRITTEN, FusionKind.REDUCED):
                 self.fuse(a, t, taker)
             else:
-                self.read(self.straight(a) if name in PRODUCTS else a, t)
+                operand = self.straight(a) if name in PRODUCTS else a
+                self.read(operand, t)
+                if name in PRODUCTS:
+                    self.multiplied[operand] += 1
                 if taker is not None:
                     self.fuse(a, t, taker)
             if name in CONVOLUTIONS and self.backend.one_layout:

@@ -40,7 +40,7 @@ from shardc.machine.mesh import MeshView
 from shardc.passes.estimate.backend import backend_of
 from shardc.passes.estimate.combine import Started, combinations
 from shardc.passes.estimate.overlap import Overlap, hidden_beside
-from shardc.passes.estimate.traffic import FusedGroup, accumulations, fused_groups
+from shardc.passes.estimate.traffic import FusedGroup, accumulations, fused_groups, in_products
 from shardc.sbp.boxing import Boxing
 from shardc.sbp.cost import (
     COLLECTIVES,
@@ -303,7 +303,8 @@ class _CostWalk:
         self.overlaps: list[Overlap] = []
         self.sums: dict[Eqn, Var] = {}
         self.inside: set[Eqn] = set()
-        over = backend_of(mesh.topology.backend).accumulates_over
+        backend = backend_of(mesh.topology.backend)
+        over, self.narrow = backend.accumulates_over, backend.multiplies_in
         for eqn, parts in accumulations(boxed.jaxpr, over).items():
             if ring_of(self.rule(eqn), setting_of(eqn, self.placements, mesh.sizes)) is None:
                 self.sums[eqn] = parts[0].outvars[0]
@@ -332,7 +333,8 @@ class _CostWalk:
         self.accumulate(times)
         hidden = self.overlapped(jaxpr, times, together, trips) if self.mesh.topology.overlaps else Time()
         light = plain.union([eqn for eqn in others if self.is_light(eqn)])
-        groups = fused_groups(jaxpr, light - self.inside, {eqn for eqn in others if _is_same(eqn)}, self.held)
+        same, narrowing = {eqn for eqn in others if _is_same(eqn)}, in_products(jaxpr, self.narrow)
+        groups = fused_groups(jaxpr, light - self.inside, same, self.held, narrowing)
         fused = [max(memory_seconds(g.bytes, self.mesh), sum(map(self.arithmetic, g.eqns))) for g in groups]
         if self.each is not None:
             self.share_out(times, light, zip(groups, fused, strict=True), trips)

@@ -4,7 +4,8 @@ operations.
 A light operation is fused into its readers. So a group of them writes only what something else reads: a heavy
 operation, a collective, a loop, the caller; and what a scatter of it, a kernel of its own, updates. It reads only what
 no light operation made. All light operations together read such a value once, in equal shares. A sum of a product and
-of what a loop carries is part of the product.
+of what a loop carries is part of the product; so is the conversion of what is in memory to the type that the machine
+multiplies.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from shardc import compat
 from shardc.compat import Atom, Eqn, Jaxpr, Var
@@ -102,13 +104,33 @@ def joined(numbers: int, pairs: Iterable[tuple[int, int]]) -> list[int]:
     return [find(n) for n in range(numbers)]
 
 
-def fused_groups(jaxpr: Jaxpr, light: Set[Eqn], same: Set[Eqn], held: Mapping[Var, int]) -> list[FusedGroup]:
+def narrows(eqn: Eqn, narrow: Any) -> bool:
+    """Whether an equation converts float32 to `narrow`, the type in which the machine multiplies."""
+    return eqn.primitive.name == "convert_element_type" and (
+        eqn.params["new_dtype"] == narrow and eqn.invars[0].aval.dtype == "float32"
+    )
+
+
+def in_products(jaxpr: Jaxpr, narrow: Any) -> set[Eqn]:
+    """The conversions to `narrow` that only products of a jaxpr read."""
+    made = {e.outvars[0]: e for e in jaxpr.eqns if narrows(e, narrow)} if narrow is not None else {}
+    if made:
+        others = {v for e in jaxpr.eqns if e.primitive.name not in PRODUCTS for v in compat.variables(e.invars)}
+        others.update(compat.variables(jaxpr.outvars))
+        made = {v: e for v, e in made.items() if v not in others}
+    return {*made.values()}
+
+
+def fused_groups(
+    jaxpr: Jaxpr, light: Set[Eqn], same: Set[Eqn], held: Mapping[Var, int], narrowing: Set[Eqn] = frozenset()
+) -> list[FusedGroup]:
     """The groups of light operations of a jaxpr with the bytes of one execution, without those in nested jaxprs.
 
     Args:
       light: the light equations.
       same: those light equations whose result is their operand.
       held: bytes of a value on a device.
+      narrowing: conversions that products make as they read, if the operand is in memory (`in_products`).
     """
     root: dict[Var, Var] = {}
     written: dict[Var, tuple[float, int]] = {}  # results of light operations: their bytes, and the number of the maker
@@ -123,7 +145,7 @@ def fused_groups(jaxpr: Jaxpr, light: Set[Eqn], same: Set[Eqn], held: Mapping[Va
         if eqn not in light:
             wanted.update([v for v in operands if v in written])
             continue
-        if eqn in same and operands:
+        if operands and (eqn in same or (eqn in narrowing and operands[0] not in written)):
             root[eqn.outvars[0]] = operands[0]
             continue
         name, number = eqn.primitive.name, len(fused)

@@ -28,8 +28,8 @@ from shardc.ir.transfer import is_transfer
 from shardc.ir.user_shard_map import is_unit, unit_placements, unit_signatures, whole_signature
 from shardc.ir.walk import itemsize_of, operation_of
 from shardc.machine.mesh import MeshView
-from shardc.passes.estimate.backend import backend_of
-from shardc.passes.estimate.traffic import PARTLY_READ, SCATTERS, UPDATED_OPERAND, accumulations, joined
+from shardc.passes.estimate.backend import PRODUCTS, backend_of
+from shardc.passes.estimate.traffic import PARTLY_READ, SCATTERS, UPDATED_OPERAND, accumulations, joined, narrows
 from shardc.sbp import rules as _rules
 from shardc.sbp.placement import SBP, B, P, Pin, Placement, ReduceOp, S
 from shardc.sbp.signature import Operation, Rule, Signature, find_rule, gathered, signatures
@@ -514,10 +514,12 @@ def build_problem(
         b.read(value, node, 0, 1.0)
         sinks.append(node)
     _keep_sums_apart(b)
-    if mesh is not None:
-        _join_sums(accumulations(jaxpr, backend_of(mesh.topology.backend).accumulates_over), b)
+    backend = None if mesh is None else backend_of(mesh.topology.backend)
+    if backend is not None:
+        _join_sums(accumulations(jaxpr, backend.accumulates_over), b)
+    narrow = None if backend is None else backend.multiplies_in
     for value in [v for n in b.nodes for v in n.results]:
-        _add_traffic(value)
+        _add_traffic(value, narrow)
     _join_fused(b)
     late = _find_late(b)
     return Problem(scope, b.nodes, sources, sinks, _add_holds(b), b.values, late)
@@ -569,15 +571,15 @@ def _join_sums(found: Mapping[Eqn, Sequence[Eqn]], b: Builder) -> None:
             nodes[part].inside = True
 
 
-def _add_traffic(value: Value) -> None:
+def _add_traffic(value: Value, narrow: Any) -> None:
     """Add a value to the memory traffic of the light operations that move its bytes after fusion (`fused_bytes` counts
     it later). A light maker writes the value if another kind of operation reads it, or if it is a scatter. If another
-    kind of operation made it, all light readers together read it once."""
+    kind of operation made it, all light readers together read it once. `narrow`: of the backend (`traffic`)."""
     maker = value.maker
-    if _says_where(maker):
+    if _says_where(maker) or _is_in_products(maker, narrow):
         return
     readers = list(_readers(value)) if any(r.node.kind == "carrier" for r in value.readers) else value.readers
-    light = [r for r in readers if r.node.is_grouped]
+    light = [r for r in readers if r.node.is_grouped and not _is_in_products(r.node, narrow)]
     if not maker.is_grouped:
         for r in light:
             name, port = _name(r.node), r.port
@@ -588,6 +590,15 @@ def _add_traffic(value: Value) -> None:
     elif len(light) < len(readers) or _name(maker) in SCATTERS:
         port = UPDATED_OPERAND.get(_name(maker), len(maker.operands) + value.port)
         maker.traffic += ((port, 1.0),)
+
+
+def _is_in_products(node: Node, narrow: Any) -> bool:
+    """Whether products make a conversion as they read, of a value that is in memory."""
+    if narrow is None or node.eqn is None or not narrows(node.eqn, narrow) or node.kind != "operation":
+        return False
+    (operand,), (result,) = node.operands, node.results
+    reading = all(r.node.eqn is not None and r.node.eqn.primitive.name in PRODUCTS for r in result.readers)
+    return reading and operand is not None and not operand.maker.is_grouped
 
 
 def _join_fused(b: Builder) -> None:

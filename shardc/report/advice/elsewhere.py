@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from shardc import compat
+from shardc.ir.walk import is_narrow_copy
 from shardc.passes.place.problem import Node
 from shardc.pipeline.plan import PlanView
 from shardc.plan.counterfactual import Counterfactual
@@ -43,8 +44,20 @@ class Asked:
             for name, node in _nodes(asked, piece):
                 if node in asked.pins and node not in nodes:
                     nodes[node] = places[name] = at
+            if nodes:
+                for node in _narrowed(asked, piece):
+                    nodes[node] = at
         other = asked.moved(nodes) if nodes else None
         return None if other is None else (places, other)
+
+
+def _narrowed(asked: Counterfactual, piece: TimePiece) -> list[Node]:
+    """The conversions of an argument to the type in which the machine multiplies."""
+    program = asked.plan.program
+    path = piece.name.original.word if piece.reason == "argument" else None
+    given = [v for p, v in zip(program.in_paths, program.jaxpr.invars, strict=True) if p == path]
+    made = (n for n in asked.problem.nodes if n.eqn is not None and is_narrow_copy(n.eqn))
+    return [n for n in made if n.equation.invars[0] in given]
 
 
 def _nodes(asked: Counterfactual, piece: TimePiece) -> list[tuple[str, Node]]:

@@ -20,7 +20,7 @@ def _operations(pieces: Sequence[TimePiece]) -> str:
     """`dot_general at model.py:12 (loss), 1.20 ms`: the dearest operations."""
     found: dict[str, list[float]] = defaultdict(list)
     for p in pieces:
-        found[at_text(p.name.original.word, p.name.line)].append(p.seconds)
+        found[at_text(str(p.name) if p.name.is_copy else p.name.word, p.name.line)].append(p.seconds)
     dearest = sorted(((math.fsum(each), name) for name, each in found.items()), key=lambda item: -item[0])
     named = [(seconds, name) for seconds, name in dearest[:NAMED] if seconds > SMALL * seconds_of(pieces)]
     texts = [f"{name}, {seconds_text(seconds)}" for seconds, name in named]

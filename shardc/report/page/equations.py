@@ -80,7 +80,7 @@ class _RowWalk:
     def body(self, jaxpr: Jaxpr, count: int) -> Iterator[EquationRow]:
         for eqn in jaxpr.eqns:
             place = self.place(eqn)
-            scopes, line = place.modules, place.line or (eqn.params["source"] if copies(eqn) else "")
+            scopes, line = place.modules, place.line or (eqn.params.get("source", "") if copies(eqn) else "")
             for body in nested_bodies(eqn):
                 yield EquationRow(scopes, line, "", 0, Time())
                 yield from self.body(body.jaxpr, count * body.trips)

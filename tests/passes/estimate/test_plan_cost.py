@@ -117,12 +117,11 @@ def test_explain_says_where_the_time_goes() -> None:
     plan = planned(batch=2**16)
     time = plan.time
     assert [time.compute, time.all_gather, time.wait] == [0, 0, 0]  # which are left out
-    assert plan.explain().splitlines()[2:7] == [
+    assert plan.explain().splitlines()[2:6] == [
         "Time:",
         f"  {seconds_text(time.memory)} reading and writing memory",
         f"  {seconds_text(time.all_reduce)} all_reduce",
         f"  less {seconds_text(time.overlapped)} of reductions that overlap with computation",
-        "",
     ]
 
 
@@ -214,7 +213,8 @@ def test_the_undivided_seconds_of_equations_add_up_to_the_plan_of_one_device() -
     weights = {k: jax.ShapeDtypeStruct((256, 256), jnp.float32) for k in "ab"}
     plan = shardc.function(f, mesh=shardc.make_mesh(topology="v5p", data=1)).plan(weights, weights["a"])
     each = undivided_seconds(plan.program.jaxpr, plan.mesh)
-    assert list(each) == plan.program.jaxpr.eqns and all(each.values())
+    assert list(each) == plan.program.jaxpr.eqns
+    assert all(each.values()) or {e.primitive.name for e, t in each.items() if not t} == {"convert_element_type"}
     assert sum(each.values()) == pytest.approx(plan.time.computing)
 
 

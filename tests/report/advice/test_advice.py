@@ -1,5 +1,6 @@
 """What a report says of the largest costs of a plan: they add up to a call, and what it says that is saved is saved."""
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -50,13 +51,24 @@ def test_the_costs_add_up_to_a_call(topology):
     assert [c.seconds for c in advice_on(plan).costs] == [seconds_of(g) for g in groups[:3]]
 
 
+BOTH = pytest.mark.parametrize("float32_products", ["highest", "default"], indirect=True)
+
+
+@pytest.fixture(autouse=True)
+def float32_products(request):
+    """Products read float32, as they are written; those of `BOTH` also the copies in bfloat16 that a TPU multiplies."""
+    with jax.default_matmul_precision(getattr(request, "param", "highest")):
+        yield
+
+
+@BOTH
 def test_a_pinned_argument_where_it_is_read_saves_what_a_plan_with_it_pinned_there_saves():
     def f(x, w):
         return jnp.tanh(x @ w).sum(0)
 
     pins = {"x": {"data": S(1)}, "w": {}}
     plan = plan_of(f, *SQUARE, in_placements=pins, out_placements={})
-    cost, changes = costs_of(plan, "of argument x")
+    cost, changes = costs_of(plan, ", of argument x")
     assert cost.why.endswith("dot_general reads it at {data: S(0)}. It is pinned there.")
     change = changes["x at {data: S(0)}, where it is read"]
     other = plan_of(f, *SQUARE, in_placements=pins | {"x": {"data": S(0)}}, out_placements={})
@@ -81,6 +93,7 @@ def test_a_pinned_result_and_a_constraint():
     assert change.saves == pytest.approx(plan.seconds - other.seconds)  # readers follow it
 
 
+@BOTH
 def test_an_argument_that_is_donated_is_moved_with_the_result_that_takes_its_buffer():
     def step(w, x):
         return w * 0.9, jnp.tanh(x @ w)
@@ -90,7 +103,7 @@ def test_an_argument_that_is_donated_is_moved_with_the_result_that_takes_its_buf
         return plan_of(step, SQUARE[1], SQUARE[0], donate_argnames="w", **pins)
 
     plan, other = planned({"data": S(0)}), planned({})
-    change = costs_of(plan, "of argument w")[1]["w at B, where it is read"]
+    change = costs_of(plan, ", of argument w")[1]["w at B, where it is read"]
     assert change.saves == pytest.approx(plan.seconds - other.seconds)
     assert change.memory == other.memory.peak - plan.memory.peak
 
