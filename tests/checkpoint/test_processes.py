@@ -4,7 +4,7 @@ import random
 import secrets
 import socket
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from queue import SimpleQueue
 
 import jax
@@ -21,9 +21,11 @@ W = np.arange(13 * 8, dtype=np.float32).reshape(13, 8)
 
 
 def free_address():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{s.getsockname()[1]}"
+    """Below the ports of outgoing connections, one of which could take it before the process that is told does."""
+    while True:
+        port = random.randrange(20_000, 32_000)
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return f"127.0.0.1:{port}"
 
 
 @pytest.mark.sampled(0)

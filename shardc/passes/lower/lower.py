@@ -23,8 +23,9 @@ from shardc.ir.memory_move import is_memory_move
 from shardc.ir.nested import REMAT, bodies_of, is_kept_apart, parted, while_of
 from shardc.ir.transfer import send_p
 from shardc.ir.user_shard_map import is_unit, run_unit
-from shardc.ir.walk import operation_of
+from shardc.ir.walk import all_eqns, is_narrow_copy, operation_of
 from shardc.machine.mesh import MeshView
+from shardc.passes.estimate.backend import PRODUCTS
 from shardc.passes.lower.lower_boxing import MeshWire, emit_step
 from shardc.sbp.boxing import Shape
 from shardc.sbp.cost import BoxingStep
@@ -49,6 +50,9 @@ class Lowering:
         self.index: Callable[[str], Any] = lax.axis_index
         self.wire: Wire = MeshWire(self.sizes)
         # XLA:GPU fuses zeros with what overwrites them; an empty array takes memory from the start of the program on
+        # XLA:CPU has not all products of bfloat16 that give float32, which a plan that was saved for a TPU may ask for
+        narrowed = mesh.topology.backend == "cpu" and any(map(is_narrow_copy, all_eqns(boxed.jaxpr)))
+        self.widened = PRODUCTS if narrowed else frozenset[str]()
         self.blank = jax.numpy.zeros if mesh.topology.backend == "gpu" else lax.empty
 
     def run(self, jaxpr: Jaxpr, args: Sequence[Any]) -> list[Any]:
@@ -80,6 +84,8 @@ class Lowering:
             return run_once(eqn, operands, self.sizes, self.raised)
         if is_unit(eqn):
             return run_unit(eqn, operands)
+        if eqn.primitive.name in self.widened and eqn.outvars[0].aval.dtype == "float32":
+            operands = [x.astype("float32") for x in operands]
         op = operation_of(eqn)
         rule = find_rule(op)
         site = Site(

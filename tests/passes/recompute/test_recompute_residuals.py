@@ -99,6 +99,13 @@ def same_program(jaxpr, other, again, choice, args):
         np.testing.assert_allclose(a, b, rtol=1e-12)
 
 
+@pytest.fixture(autouse=True)
+def float32_products():
+    """Else a TPU keeps residuals in bfloat16, and less has to be recomputed."""
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
 def test_the_text(golden):
     def fn(x, c):
         c, r = lax.scan(lambda c, x: (lax.mul(c, lax.tanh(x)), lax.tanh(x)), c, x)

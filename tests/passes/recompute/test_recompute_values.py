@@ -185,7 +185,15 @@ def test_a_choice_takes_what_it_was_said_to_take(microbatches):
     assert 0.7 * said < plan.recomputed.seconds < 1.4 * said
 
 
+@pytest.fixture
+def float32_products():
+    """A plan for a TPU multiplies bfloat16, on CPU devices too."""
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
 @pytest.mark.sampled(0)
+@pytest.mark.usefixtures("float32_products")
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_a_training_step_that_recomputes(microbatches, tmp_path):
     """Planned for chips, run on eight CPU devices: the numbers of one device, the collectives of the plan."""
@@ -209,6 +217,7 @@ def test_a_training_step_that_recomputes(microbatches, tmp_path):
 
 
 @pytest.mark.sampled(0)
+@pytest.mark.usefixtures("float32_products")
 @pytest.mark.parametrize("name", ["bert", "moe"])
 def test_models_of_the_zoo_recompute(name, tmp_path, monkeypatch):
     """Nothing is split; planned for chips, run on eight CPU devices, with the numbers of one."""

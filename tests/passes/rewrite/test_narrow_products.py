@@ -78,7 +78,7 @@ def test_the_numbers_are_those_of_the_machine(name):
     got = jex.jaxpr_as_fun(compat.close(narrow(fn, X, W)))(X, W)
     for g, want, before in zip(got, jax.tree.leaves(by_hand(X, W)), jax.tree.leaves(fn(X, W)), strict=True):
         assert (g.shape, g.dtype) == (before.shape, before.dtype)
-        np.testing.assert_allclose(g, want, rtol=1e-6, atol=1e-6)
+        np.testing.assert_allclose(g, want, rtol=1e-5, atol=1e-5)
         if name != "gradient":
             assert np.abs(g - before).max() > 1e-4  # float32 would be closer
 
@@ -216,7 +216,8 @@ def test_a_saved_plan_is_replayed_as_it_was_made(tmp_path, made, run):
     assert [(c.kind, c.value, c.bytes) for c in again.plan(w, x).collectives] == sent
     assert all(value.startswith("bf16" if made else "f32") for _, value, _ in sent)
     if run is None:
-        np.testing.assert_allclose(again(w, x), multiplied(x, w), rtol=1e-6, atol=1e-6)
+        np.testing.assert_allclose(again(w, x), multiplied(x, w), rtol=1e-5, atol=1e-5)
+        assert np.abs(again(w, x) - x @ w).max() > 1e-3
 
 
 def test_products_convert_what_is_in_memory_as_they_read_it():
