@@ -54,6 +54,7 @@ from shardc.passes.estimate.fused_loops import ExtendedRange, fused_siblings, re
 from shardc.passes.estimate.ready import Ready, find_ready
 from shardc.passes.estimate.row_tables import RowTable, find_row_tables
 from shardc.passes.estimate.softmax import LEAST_LOOPS, RecomputedExp, Scores, find_scores
+from shardc.passes.estimate.traffic import narrows
 from shardc.sbp.causal import is_attention
 
 
@@ -412,8 +413,9 @@ class _Backward:
             t, ready = step.at, self.early.at.get(v)
             self.live(v, ready if ready in self.step_starts else t, stays=v in self.written)
         elif v in self.whole:
-            if self.multiplied[v] == self.loops[v] and self.narrows(eqn) and not compat.is_literal(eqn.invars[0]):
-                self.narrowed[v] = eqn.invars[0]
+            narrow = self.multiplied[v] == self.loops[v] and narrows(eqn, self.backend.multiplies_in)
+            if narrow and not compat.is_literal(a := eqn.invars[0]):
+                self.narrowed[v] = a
             t = self.early.at[v] if self.backend.eager else self.first[v]
             taken = self.fused.get(v) == self.whole[v] and v in self.taker  # an update of rows overwrites it
             self.lives.append((v, t, self.whole[v] + (not taken)))
@@ -423,10 +425,6 @@ class _Backward:
         in_place = in_place and (once or v not in self.fused)
         for a in step.operands:
             self.fuse(a, t, v if in_place and _alike(a.aval, v.aval) else None)
-
-    def narrows(self, eqn: Eqn) -> bool:
-        """Whether an equation converts to what the device multiplies."""
-        return eqn.primitive.name == "convert_element_type" and eqn.params["new_dtype"] == self.backend.multiplies_in
 
     def is_kept(self, eqn: Eqn) -> bool:
         """Whether a costly value is kept for several loops. Where siblings fuse, each loop divides by a scalar

@@ -105,15 +105,15 @@ def joined(numbers: int, pairs: Iterable[tuple[int, int]]) -> list[int]:
 
 
 def narrows(eqn: Eqn, narrow: Any) -> bool:
-    """Whether an equation converts float32 to `narrow`, the type in which the machine multiplies."""
-    return eqn.primitive.name == "convert_element_type" and (
-        eqn.params["new_dtype"] == narrow and eqn.invars[0].aval.dtype == "float32"
-    )
+    """Whether an equation converts float32 to `narrow`, the type in which the machine multiplies; None: it has none."""
+    if narrow is None or eqn.primitive.name != "convert_element_type":
+        return False
+    return eqn.params["new_dtype"] == narrow and eqn.invars[0].aval.dtype == "float32"
 
 
 def in_products(jaxpr: Jaxpr, narrow: Any) -> set[Eqn]:
     """The conversions to `narrow` that only products of a jaxpr read."""
-    made = {e.outvars[0]: e for e in jaxpr.eqns if narrows(e, narrow)} if narrow is not None else {}
+    made = {e.outvars[0]: e for e in jaxpr.eqns if narrows(e, narrow)}
     if made:
         others = {v for e in jaxpr.eqns if e.primitive.name not in PRODUCTS for v in compat.variables(e.invars)}
         others.update(compat.variables(jaxpr.outvars))

@@ -594,7 +594,7 @@ def _add_traffic(value: Value, narrow: Any) -> None:
 
 def _is_in_products(node: Node, narrow: Any) -> bool:
     """Whether products make a conversion as they read, of a value that is in memory."""
-    if narrow is None or node.eqn is None or not narrows(node.eqn, narrow) or node.kind != "operation":
+    if node.eqn is None or not narrows(node.eqn, narrow) or node.kind != "operation":
         return False
     (operand,), (result,) = node.operands, node.results
     reading = all(r.node.eqn is not None and r.node.eqn.primitive.name in PRODUCTS for r in result.readers)

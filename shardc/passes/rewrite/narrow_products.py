@@ -129,7 +129,8 @@ class _Scope:
         invars, operands, dropped = [list(b.jaxpr.invars) for b in bodies], list(eqn.invars), set[Eqn]()
         for number, places in inputs.items():
             found = [readers[n].get(bodies[n].jaxpr.invars[k], []) for n, k in places]
-            if not any(found) or not all(map(self.only_converts, filter(None, found))):
+            only = any(found) and all(map(self.only_converts, filter(None, found)))
+            if not only or compat.is_literal(operands[number]):
                 continue
             operands[number] = self.of(operands[number])
             for (n, k), some in zip(places, found, strict=True):

@@ -12,8 +12,12 @@ from jax.extend import core as jex
 import shardc
 from shardc import S, compat
 from shardc.ir.loop import Loop
+from shardc.ir.nested import bodies_of
 from shardc.ir.walk import all_eqns
 from shardc.machine.mesh import view
+from shardc.passes.estimate.backend import CPU, GPU, TPU
+from shardc.passes.estimate.live_ranges import live_ranges
+from shardc.passes.estimate.traffic import in_products
 from shardc.passes.rewrite.narrow_products import narrowed
 from shardc.passes.trace.canonicalize import canonicalize
 
@@ -236,3 +240,30 @@ def test_products_convert_what_is_in_memory_as_they_read_it():
     size = 4 * large.size
     assert read.memory.temporaries == pytest.approx(1.08 * size, rel=0.01)  # the result
     assert made.memory.temporaries == pytest.approx(1.08 * 1.5 * size, rel=0.01)
+
+
+def test_a_wider_conversion_is_no_narrow_one():
+    """A machine that multiplies what is given has no narrow type, and NumPy holds None for float64."""
+    with jax.enable_x64(True):
+        jaxpr = canonicalize(jax.make_jaxpr(lambda x, w: x.astype(np.float64) @ w)(X, W.astype(np.float64)))[0]
+    (wide,) = (e.outvars[0] for e in jaxpr.eqns if e.primitive.name == "convert_element_type")
+    for backend in (CPU, GPU, TPU):
+        assert in_products(jaxpr, backend.multiplies_in) == set()
+        assert wide in live_ranges(jaxpr, backend=backend).values
+
+
+def test_a_literal_that_a_branch_converts_stays():
+    def scaled(x, s):
+        return lax.dot_general(x, s, (((), ()), ((), ())))
+
+    def fn(x):
+        return lax.cond(x[0, 0] > 0, scaled, lambda x, s: 2 * scaled(x, s), x, np.float32(0.3))
+
+    jaxpr = narrow(fn, X)
+    (branch,) = (e for e in jaxpr.eqns if e.primitive.name == "cond")
+    assert any(compat.is_literal(a) for a in branch.invars)
+    for body in bodies_of(branch):
+        given = [a.aval.dtype for a in branch.invars[1:]]
+        assert [v.aval.dtype for v in body.invars] == given
+    (got,) = jex.jaxpr_as_fun(compat.close(jaxpr))(X)
+    np.testing.assert_allclose(got, fn(X), rtol=1e-2, atol=1e-2)
