@@ -147,7 +147,8 @@ class _PipelineSearch:
                 mine = [s for s in plan.stages if s.rank == r.rank and s.mesh.size > 1]
                 own = sum(s.plan.memory.peak for s in mine)
                 lower |= {s.number: int(s.plan.memory.peak * (1 - (r.peak - r.capacity) / own)) for s in mine}
-            stuck = not lower or min(lower.values()) <= 0 or fitting.smallest not in fitting.tried[-2:]
+            same = lower.items() <= limits.items()
+            stuck = same or min(lower.values()) <= 0 or fitting.smallest not in fitting.tried[-2:]
             if stuck or not self.fitting.may_win(fitting.tried[0].seconds):
                 break
             limits |= lower

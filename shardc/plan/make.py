@@ -177,7 +177,7 @@ class Placing:
         whole = _Within(self.search, limit)
         if whole.fits:
             return self.plan
-        fitted = whole.fit()
+        fitted = whole.fit_nearest()
         return self._instead(whole.plan_of(fitted.best or fitted.least))
 
     def _instead(self, plan: SpmdPlan) -> SpmdPlan:
@@ -412,6 +412,11 @@ class _Within:
 
     def fit(self, alone: bool = True) -> LimitResult:
         return self.fitting.run(self.search.cheapest, alone)
+
+    def fit_nearest(self) -> LimitResult:
+        """What fits, or nearly: where the arguments alone take more than the limit, within what they take at least."""
+        least = math.ceil(self.fitting.memory.least_arguments())
+        return (self if least <= self.limit else _Within(self.search, least)).fit()
 
     def plan_of(self, trial: Trial) -> SpmdPlan:
         return self.search.plan_of(trial.placed, trial.boxed)

@@ -143,3 +143,12 @@ def test_stages_are_placed_so_that_their_ranks_have_room(recompute):
         expected = jax.jit(adam_step)(*adam_inputs())
         for found, value in zip(jax.tree.leaves(step_(*adam_inputs())), jax.tree.leaves(expected), strict=True):
             np.testing.assert_allclose(found, value, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("part", [0.67, 0.72, 0.77, 0.82, 0.87, 0.92, 0.97])
+def test_where_a_plan_fits_a_larger_limit_is_not_refused(part):
+    with jax.enable_x64(True):
+        inputs = adam_inputs()
+        room = int(part * split("1GB").plan(*inputs).memory.peak)
+        assert split(room, recompute="none").plan(*inputs).memory.peak <= room

@@ -46,6 +46,8 @@ STALLED: Final = 5
 """Raises without a smaller plan after which there is none; the last one uses the whole search."""
 MEMORY_DECIDES: Final = 1e6
 """Ratio of the cost of memory to that of the plan above which memory alone decides."""
+STEPS: Final = (0.97, 0.93, 0.88)
+"""Parts of the peak of the smallest plan, above which memory has a price where nothing fits in a small program."""
 PRICE_BISECTIONS: Final = 3
 """Bisection steps between the highest prices at which nothing fits and the lowest at which something does."""
 JOINING: Final = 1e9
@@ -59,7 +61,7 @@ CROSSINGS: Final = 4
 TRIALS: Final = 5000
 """Plans of a small program that are tried in the order of cost, times its nodes (docs/design/memory-limit.md, 6)."""
 FEW_NODES: Final = 200
-"""Nodes of such a program, at most."""
+"""Nodes of a small program, at most."""
 ELIMINATION: Final = 1e7
 """Entries of the tables that sort its choices by cost, at most."""
 POOL: Final = 8
@@ -111,11 +113,17 @@ class LimitSearch:
 
     def __init__(self, placer: Placer, ties: Mapping[int, int], backend: Backend, limit: float) -> None:
         self.placer, self.problem, self.ties, self.backend, self.limit = placer, placer.problem, ties, backend, limit
+        self.target = limit
         self.costs = AssignmentCost(placer.tables.unary, placer.tables.pairwise)
         self.found = CheapestThatFits[Trial](limit, lambda t: t.peak, lambda t: t.found.cost)
         self.pool: list[Sequence[int]] = []
         self.partings: list[int] = []
         self._tried: dict[tuple[int, ...], Trial] = {}
+
+    @property
+    def is_small(self) -> bool:
+        """Whether there is time to look for a plan in more ways than one."""
+        return len(self.problem.nodes) <= FEW_NODES
 
     @cached_property
     def memory(self) -> MemoryModel:
@@ -155,8 +163,8 @@ class LimitSearch:
         return [int(s[np.argmax(over[s])]) for s in stretches if s.size]
 
     def _over(self, trial: Trial) -> NDArray[np.float64]:
-        """(points,) bytes above the limit; 0 where memory is within it."""
-        return np.maximum(self.memory.used(trial.boxed, trial.profile.bytes) - self.limit, 0.0)
+        """(points,) bytes above the target; 0 where memory is within it."""
+        return np.maximum(self.memory.used(trial.boxed, trial.profile.bytes) - self.target, 0.0)
 
     def run(self, cheapest: Assignment, alone: bool = True) -> LimitResult:
         """The cheapest plan that fits.
@@ -169,6 +177,8 @@ class LimitSearch:
         if first.peak > self.limit and self.memory.least_arguments() <= self.limit:
             self.pool.append(cheapest.values)
             low, prices = self._raise_prices(first)
+            if self.found.best is None and self.is_small:
+                low, prices = self._step_down(low, prices)
             if self.found.best is not None:
                 if self.found.may_win(cheapest.bound, GOOD_ENOUGH):
                     low, prices = self._between(low, prices)
@@ -197,7 +207,7 @@ class LimitSearch:
           small.
         """
         nodes, tables, reached = len(self.problem.nodes), self.placer.tables, -np.inf
-        if nodes > FEW_NODES or (choices := by_cost(tables.unary, tables.pairwise, ELIMINATION)) is None:
+        if not self.is_small or (choices := by_cost(tables.unary, tables.pairwise, ELIMINATION)) is None:
             return reached
         least = self.least_cost(self.limit)
         for cost, values in islice(choices, TRIALS // nodes):
@@ -245,13 +255,13 @@ class LimitSearch:
         """Raise prices until a plan fits, or none gets smaller. Returns the last prices at which nothing fits, and the
         first at which a plan fits."""
         over, least, stalled = first, first, 0
-        price = FIRST_PRICE * max(first.found.cost, LEAST_COST) / max(first.peak - self.limit, 0.1 * self.limit)
+        price = FIRST_PRICE * max(first.found.cost, LEAST_COST) / max(first.peak - self.target, 0.1 * self.target)
         low = high = np.zeros(self.memory.points)
         for _ in range(PRICE_RAISES):
             excess = self._over(over) ** 2
             high = 2 * low + price * excess / excess.sum()
             before, over = over, self._at(high, over, thorough=stalled == STALLED - 1)
-            if over.peak <= self.limit:
+            if over.peak <= max(self.limit, self.target):
                 break
             if over is before:  # the price is too low to change anything
                 price *= PRICE_GROWTH
@@ -260,6 +270,20 @@ class LimitSearch:
             if stalled == STALLED:
                 break
             low, least, price = high, min(least, over, key=lambda t: t.peak), price * PRICE_GROWTH
+        return low, high
+
+    def _step_down(self, low: Prices, high: Prices) -> tuple[Prices, Prices]:
+        """Raise prices where memory is within some parts of the smallest plan's peak, as long as that makes it smaller
+        or until one fits: which points have a price decides what is found. Returns the last prices, as
+        `_raise_prices`."""
+        for share in STEPS:
+            while self.found.best is None:
+                least = self.found.smallest
+                self.target = share * least.peak
+                low, high = self._raise_prices(least)
+                if self.found.smallest is least:
+                    break
+        self.target = self.limit
         return low, high
 
     def _between(self, low: Prices, high: Prices) -> tuple[Prices, Prices]:
