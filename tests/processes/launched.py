@@ -157,7 +157,7 @@ class Launched:
     def pid(self, process: int) -> int | None:
         """The id of a process, if it is there: by its facts; before it has any by the order of starts."""
         known = {p: facts[-1].pid for p in range(self.kind.processes) if (facts := self.facts(p))}
-        children = _children(self.launcher.pid)
+        children = [c for c in _children(self.launcher.pid) if "shardc.launch.child" in _command_of(c)]
         there = {p: pid for p, pid in known.items() if pid in children}
         if process in there:
             return there[process]
@@ -250,6 +250,14 @@ def _children(parent: int) -> list[int]:
         if int(above) == parent and state not in "ZX":
             found.append((int(rest[17]), pid))
     return [pid for _, pid in sorted(found)]
+
+
+def _command_of(pid: int) -> str:
+    """Of a process, its words one after the other; a launcher also starts a shell that guards each process."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:
+        return ""
 
 
 def _send(pid: int, number: int) -> bool:

@@ -33,7 +33,7 @@ HANGS = {
     "sleep": [LATE, r"process 1\|     time\.sleep\(1e6\)", LOST],
     "lock": [LATE, r"process 1\|     lock\.acquire\(\)", LOST],
     "reader": [LATE, r"process 1\|     time\.sleep\(1e6\)", LOST],
-    "client": [LATE, r"process 1\| evaluation, most recent", r"process 1\|     time\.sleep\(1e6\)", LOST],
+    "client": [LATE, r"process 1\| evaluation, most recent call last:", r"process 1\|     time\.sleep\(1e6\)", LOST],
     "stop": [rf"process 1 is lost \(no sign of life for {SILENCE} s\); started again, 0 restarts are left"],
 }
 MISTAKES = {
