@@ -3,7 +3,7 @@
 After a collective each device has elements of others, or sums of them. Elements are equal to the bit but for the sign
 of zero; a NaN equals a NaN. A sum of n terms t, added up in any order, is within gamma sum |t| of the exact one, where
 gamma = n u / (1 - n u) and u is the unit roundoff of its type (Higham 2002, "Accuracy and Stability of Numerical
-Algorithms", section 4.2).
+Algorithms", section 4.2). So much is expected of the collective alone; a check adds one rounding.
 """
 
 from __future__ import annotations
