@@ -137,7 +137,7 @@ class _PipelineSearch:
         A stage may take less by the part that its rank has too much, by the account of the stage's own program. That
         has one microbatch at a time, and knows what one call of the stage's whole program may write over: where the
         ranks' account differs, the next limit is of what is still too much. Two plans in a row that are no smaller end
-        the search.
+        the search, and so do limits that were tried.
         """
         fitting, limits = _fitting(), dict[int, int]()
         for _ in range(BUDGET):
@@ -147,8 +147,8 @@ class _PipelineSearch:
                 mine = [s for s in plan.stages if s.rank == r.rank and s.mesh.size > 1]
                 own = sum(s.plan.memory.peak for s in mine)
                 lower |= {s.number: int(s.plan.memory.peak * (1 - (r.peak - r.capacity) / own)) for s in mine}
-            same = lower.items() <= limits.items()
-            stuck = same or min(lower.values()) <= 0 or fitting.smallest not in fitting.tried[-2:]
+            known = lower.items() <= limits.items()
+            stuck = known or min(lower.values()) <= 0 or fitting.smallest not in fitting.tried[-2:]
             if stuck or not self.fitting.may_win(fitting.tried[0].seconds):
                 break
             limits |= lower

@@ -414,7 +414,7 @@ class _Within:
         return self.fitting.run(self.search.cheapest, alone)
 
     def fit_nearest(self) -> LimitResult:
-        """What fits, or nearly: where the arguments alone take more than the limit, within what they take at least."""
+        """The result within the limit, or within the least that the arguments take if that is more."""
         least = math.ceil(self.fitting.memory.least_arguments())
         return (self if least <= self.limit else _Within(self.search, least)).fit()
 

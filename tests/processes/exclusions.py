@@ -9,6 +9,7 @@ IDS = "its expected text has the numbers of devices, which are 0-3 and 2048-2051
 SEEN_IN_ONE = "it looks at what a callback has seen or printed, in the one process that runs it"
 OF_ONE_FABRIC = "it names the collectives of the cheapest plan on one fabric; the border makes another plan cheaper"
 EXCLUDED: dict[str, str] = {
+    "tests/whole/test_control_flow.py::test_device_put_elsewhere": "the line of a device_put is that of the plugin's",
     "*/test_accumulate.py::test_gradients_are_reduced_once_after_the_loop*": OF_ONE_FABRIC,
     "*/test_lookups.py::test_of_a_split_table*": OF_ONE_FABRIC,
     "*/test_windows.py::test_a_shift_sends_its_border_alone": OF_ONE_FABRIC,

@@ -253,11 +253,11 @@ def _children(parent: int) -> list[int]:
 
 
 def _command_of(pid: int) -> str:
-    """Of a process, its words one after the other; a launcher also starts a shell that guards each process."""
+    """The words of a process, one after the other. A launcher also starts a shell that guards each script."""
     try:
-        return Path(f"/proc/{pid}/cmdline").read_text()
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
     except OSError:
-        return ""
+        return ""  # it has ended
 
 
 def _send(pid: int, number: int) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from functools import partial
 
 import jax
@@ -367,7 +366,7 @@ def test_device_put_elsewhere():
 
     with pytest.raises(shardc.TracingError, match="the values of a shardc function live on its mesh") as error:
         shardc.function(f, mesh=MESHES["8"])(np.ones(3))
-    assert re.search(r"device_put to cpu:0 at \w+\.py:\d+", str(error.value))
+    assert "device_put to cpu:0 at test_control_flow.py" in str(error.value)
     assert "device_put to MemorySpace.Host at" in str(error.value)
 
 

@@ -109,6 +109,9 @@ class LimitSearch:
         their placements agree.
       backend: the backend of the devices.
       limit: bytes per device.
+
+    Attributes:
+      target: bytes above which memory has a price: the limit, or less where nothing fits.
     """
 
     def __init__(self, placer: Placer, ties: Mapping[int, int], backend: Backend, limit: float) -> None:
@@ -122,7 +125,7 @@ class LimitSearch:
 
     @property
     def is_small(self) -> bool:
-        """Whether there is time to look for a plan in more ways than one."""
+        """Whether the program has so few nodes that there is time for more searches."""
         return len(self.problem.nodes) <= FEW_NODES
 
     @cached_property
@@ -273,9 +276,8 @@ class LimitSearch:
         return low, high
 
     def _step_down(self, low: Prices, high: Prices) -> tuple[Prices, Prices]:
-        """Raise prices where memory is within some parts of the smallest plan's peak, as long as that makes it smaller
-        or until one fits: which points have a price decides what is found. Returns the last prices, as
-        `_raise_prices`."""
+        """Raise prices on what exceeds parts of the smallest plan's peak, until a plan fits or none gets smaller: which
+        points have a price decides what is found. Returns the prices of the last search, as `_raise_prices`."""
         for share in STEPS:
             while self.found.best is None:
                 least = self.found.smallest
